@@ -47,7 +47,7 @@ demo: $(BIN)/hdet.stamp
 # file's tests in one of them.
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadscope --no-loadscope-reorder
 test: $(BIN)/hdet.stamp
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" tests
 
 test-all: $(BIN)/hdet.stamp
 	$(PYTEST)
@@ -63,7 +63,7 @@ $(FRAMEWORKS)/hdet.stamp: $(BUILT_FROM)
 
 test-frameworks: $(FRAMEWORKS)/hdet.stamp
 	HDET_FRAMEWORKS=1 $(FRAMEWORKS)/bin/python -m pytest -q -n 2 --dist loadscope \
-	    --no-loadscope-reorder tests/integrations
+	    --no-loadscope-reorder tests/integrations docs/checks/test_trainers.py
 
 # A combination that cannot be made is named, with the reason, and the others go on; the exit code
 # is 0 only if all were made and passed. Environments are in build/matrix. -e builds the native

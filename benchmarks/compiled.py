@@ -13,9 +13,7 @@ as well, so theirs is an upper bound. `make gpu` measures the same operations (b
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import re
 import shutil
 import subprocess
@@ -26,15 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from hdet import _C
 from hdet.rules import RULES
 
+from .harness import emit, parser_of
+from .tables import table
+
 BANDWIDTH = 4.3e12
 """bytes a second: what copies reach of an H200's 4.8e12"""
-MULTIPROCESSORS, SCHEDULERS, LANES, CLOCK = 132, 4, 32, 1.755e9
+ISSUED = 132 * 4 * 32 * 1.755e9
+"""instructions a second: multiprocessors, schedulers, lanes, clock"""
 REGISTERS, THREADS = 65536, 128
 """of a multiprocessor; of a block"""
 GPT2 = 124_439_808
@@ -42,24 +41,25 @@ ELEMENTS = 8
 """of a thread's turn"""
 KNOWN = ("any", "float32", "bf16 with float32 masters", "bf16, split", "bf16 throughout")
 """csrc/core/numbers.h: Known"""
+
+
+def _bytes(moments: int, low: int) -> tuple[int, ...]:
+    """By `KNOWN`; ``low``: of moments in bf16, which any formats have."""
+    return 12 + low, 12 + 8 * moments, 12 + 8 * moments, 10 + 8 * moments, 6 + low
+
+
 BYTES = {
-    name: (12 + low, 12 + 8 * n, 12 + 8 * n, 10 + 8 * n, 6 + low)  # any: bf16 moments
-    for name, n, low in (
-        (name, len(rule.moments), 4 * len(rule.moments + rule.exact))
-        for name, rule in RULES.items()
-    )
+    name: _bytes(len(rule.moments), 4 * len(rule.moments + rule.exact))
+    for name, rule in RULES.items()
 }
+"""that a step moves for a parameter, by rule"""
 
 
 def tool(name: str) -> str | None:
     """CUDA's, or the one that comes with Triton."""
     spec = importlib.util.find_spec("triton")
-    own = (
-        None
-        if spec is None or spec.origin is None
-        else Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
-    )
-    return shutil.which(name) or (str(own) if own is not None and own.exists() else None)
+    own = Path((spec and spec.origin) or "nowhere/").parent / "backends" / "nvidia" / "bin" / name
+    return shutil.which(name) or (str(own) if own.exists() else None)
 
 
 def missing() -> str:
@@ -91,24 +91,15 @@ def resources(arch: str) -> dict[str, Used]:
 def instructions(arch: str, kernel: str) -> str:
     """Of the files that have kernels of this name."""
     with _extracted("elf", arch) as files:
-        return "".join(
-            _run("nvdisasm", "-c", str(path))
-            for path in files
-            if kernel.encode() in path.read_bytes()
-        )
+        having = [str(path) for path in files if kernel.encode() in path.read_bytes()]
+        return "".join(_run("nvdisasm", "-c", path) for path in having)
 
 
 def ptx(arch: str) -> dict[str, str]:
     """By kernel."""
     with _extracted("ptx", arch) as files:
-        parts = [
-            part
-            for path in files
-            for part in re.split(r"\.visible \.entry |\.entry ", path.read_text(encoding="utf-8"))[
-                1:
-            ]
-        ]
-    return {part.split("(", 1)[0]: part for part in parts}
+        texts = [re.split(r"(?:\.visible )?\.entry ", path.read_text("utf-8")) for path in files]
+    return {part.split("(", 1)[0]: part for _, *parts in texts for part in parts}
 
 
 @contextmanager
@@ -120,26 +111,21 @@ def _extracted(kind: str, arch: str) -> Iterator[list[Path]]:
 
 
 def _run(name: str, *arguments: str, cwd: str | None = None) -> str:
-    return subprocess.run(
-        [str(tool(name)), *arguments], capture_output=True, text=True, check=True, cwd=cwd
-    ).stdout
+    command = [str(tool(name)), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=cwd).stdout
 
 
 def loop_length(code: Sequence[str]) -> int:
     """Instructions of the loop that loads the most, from its label to its branch."""
-    labels = {
-        line[:-1].strip(): place
-        for place, line in enumerate(code)
-        if line.startswith(".L") and line.endswith(":")
-    }
+    is_label = lambda line: line.startswith(".L") and line.endswith(":")
+    labels = {line[:-1].strip(): place for place, line in enumerate(code) if is_label(line)}
     best: tuple[int, int] = (0, 0)
     for place, line in enumerate(code):
         target = re.search(r"BRA\S*.*`\((\.L\S+)\)", line)
         if target is None or labels.get(target[1], place) >= place:
             continue
-        body = [
-            one for one in code[labels[target[1]] : place + 1] if ";" in one and "NOP" not in one
-        ]
+        inside = code[labels[target[1]] : place + 1]
+        body = [one for one in inside if ";" in one and "NOP" not in one]
         best = max(best, (sum("LDG" in one for one in body), -len(body)))
     return -best[1]
 
@@ -152,68 +138,40 @@ def lines(arch: str) -> Iterator[dict[str, Any]]:
         if found is None:
             continue
         rule, known = found[1].lower(), int(found[2])
-        used, length, size = (
-            used_by[name].registers,
-            loop_length(part.splitlines()),
-            BYTES[rule][known],
-        )
-        by_memory = size * GPT2 / BANDWIDTH
-        by_issue = length / ELEMENTS * GPT2 / (MULTIPROCESSORS * SCHEDULERS * LANES * CLOCK)
+        used, length = used_by[name].registers, loop_length(part.splitlines())
+        by_memory = BYTES[rule][known] * GPT2 / BANDWIDTH
+        by_issue = length / ELEMENTS * GPT2 / ISSUED
         yield {
-            "benchmark": "compiled",
-            "arch": arch,
             "rule": rule,
             "formats": KNOWN[known],
             "registers": used,
             "blocks": min(16, REGISTERS // (THREADS * (used + 7 & ~7))),
             "instructions": round(length / ELEMENTS, 1),
-            "bytes": size,
+            "bytes": BYTES[rule][known],
             "gpt2_us": round(1e6 * max(by_memory, by_issue), 1),
             "bound": "memory" if by_memory > by_issue else "instructions",
         }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--arch", default="90", help="compute capability without its dot")
-    parser.add_argument("--json", type=Path, help="lines are written here, too")
     options = parser.parse_args(arguments)
     if why := missing():
-        raise SystemExit(f"python -m benchmarks.compiled: {why}")
+        parser.error(why)
     if options.arch not in _C.cuda_archs.split():
-        raise SystemExit(
-            f"python -m benchmarks.compiled: hdet has been built for {_C.cuda_archs}; "
-            f"HDET_CUDA_ARCHS={options.arch} builds for that"
-        )
-    made = sorted(
-        lines(options.arch), key=lambda line: (line["rule"], KNOWN.index(line["formats"]))
-    )
-    columns = (
-        "rule",
-        "formats",
-        "registers",
-        "blocks",
-        "instructions",
-        "bytes",
-        "gpt2_us",
-        "bound",
-    )
-    issued = 28 / BANDWIDTH * MULTIPROCESSORS * SCHEDULERS * LANES * CLOCK
-    caption = "instructions, bytes: of an element; gpt2_us: predicted for 124 million parameters"
-    table = Table(
-        *columns,
-        caption=(
-            f"{caption}\nIn the time of 28 bytes {issued:.0f} instructions can be issued for an "
-            "element."
-        ),
-    )
+        here = f"hdet has been built for {_C.cuda_archs}"
+        parser.error(f"{here}; HDET_CUDA_ARCHS={options.arch} builds for that")
+    order = lambda line: (line["rule"], KNOWN.index(line["formats"]))
+    made = sorted(lines(options.arch), key=order)
     for line in made:
-        table.add_row(*(str(line[column]) for column in columns))
-    Console(width=120).print(table)
-    if options.json is not None:
-        options.json.write_text("".join(json.dumps(line) + "\n" for line in made))
+        emit({"benchmark": "compiled", "arch": options.arch, **line}, options.json)
+    print(table([*made[0]], ([*line.values()] for line in made)))
+    print(
+        "instructions, bytes: of an element; gpt2_us: predicted for 124 million parameters\n"
+        f"In the time of 28 bytes {28 / BANDWIDTH * ISSUED:.0f} instructions can be issued for an "
+        "element."
+    )
 
 
 if __name__ == "__main__":

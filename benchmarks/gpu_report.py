@@ -4,47 +4,42 @@
 
 figures.jsonl has the lines of benchmarks.kernels and benchmarks.muon, to which `make gpu` appends;
 of two lines of the same figure the last is shown. ncu.csv has columns of ncu's (docs/profiling.md).
-`--write` puts the tables into the page, each between two comments that have its name.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .compiled import KNOWN
-from .kernels import FORMATS, GPT2, HOST, PREDICTED
-from .tables import crossed, table, written
+from .harness import parser_of
+from .kernels import FORMATS, GPT2, HOST, PREDICTED, key_of
+from .tables import crossed, read, show, table
 
 RESULTS = "benchmarks/results/gpu"
 PAGE = "docs/evidence/gpu.md"
+DEVICE = "NVIDIA H100 80GB HBM3"
 Lines = Sequence[dict[str, Any]]
 
 
 def last(lines: Lines) -> dict[tuple[str, str, str], dict[str, Any]]:
     """By operation, shapes and backend."""
-    return {(x["operation"], x["shapes"], x["backend"]): x for x in lines if "operation" in x}
+    return {key_of(x): x for x in lines if "operation" in x}
 
 
 def operations(lines: Lines) -> str:
     """Those of GPT-2 124M that were timed beside torch; of single steps see `formats`."""
-    rows = [
-        [
-            operation,
-            f"{x['alone_ms']:.3f}" if "alone_ms" in x else "",
-            *(f"{x[name]:.3f}" for name in ("hdet_ms", "torch_ms", "ratio")),
-            f"{x['of_copy']:.2f}" if x.get("of_copy") and "cache" not in x else "",
-        ]
-        for (operation, shapes, _), x in last(lines).items()
-        if "torch_ms" in x
-        and (operation.startswith("muon") or shapes == GPT2)
-        and not operation.startswith("adamw")
-    ]
+    rows = []
+    for (operation, shapes, _), x in last(lines).items():
+        is_whole = operation.startswith("muon") or shapes == GPT2
+        if "torch_ms" in x and is_whole and not operation.startswith("adamw"):
+            alone = f"{x['alone_ms']:.3f}" if "alone_ms" in x else ""
+            copied = f"{x['of_copy']:.2f}" if x.get("of_copy") and "cache" not in x else ""
+            times = (f"{x[name]:.3f}" for name in ("hdet_ms", "torch_ms", "ratio"))
+            rows.append([operation, alone, *times, copied])
     heads = ["operation", "kernels alone, ms", "hdet, ms", "torch or peer, ms", "hdet / it",
              "of a copy's bandwidth"]  # fmt: skip
     return table(heads, rows)
@@ -96,10 +91,6 @@ def host(lines: Lines) -> str:
     return table(heads, rows)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def _counted(path: Path) -> list[dict[str, str]]:
     """ncu's rows, without what it says before them, and without that of units."""
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -107,32 +98,30 @@ def _counted(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(lines[head:]))[1:]
 
 
+KERNEL = re.compile(r"(step|coded)_kernel<(?:\w+::)*Adam[Ww]Rule, 0, (?:\(\S+\))?(\d)")
+
+
 def counters(rows: Sequence[dict[str, str]]) -> str:
     """The update kernels of one step of GPT-2 124M in each format."""
     cells = []
     for row in rows:
-        found = re.search(
-            r"(step|coded)_kernel<(?:\w+::)*Adam[Ww]Rule, 0, (?:\(\S+\))?(\d)", row["Kernel Name"]
-        )
+        found = KERNEL.search(row["Kernel Name"])
         if found is None:
             continue
         name = KNOWN[int(found[2])]
         if found[1] == "coded":
             name = "8 bits" if found[2] == "1" else "8 bits, bf16 split"
         time = float(row["gpu__time_duration.sum"].replace(",", "")) / 1e3
-        cells.append(
-            [
-                name, row["launch__registers_per_thread"], f"{time:.0f}",
-                f"{float(row['dram__throughput.avg.pct_of_peak_sustained_elapsed']):.0f} %",
-                f"{float(row['smsp__issue_active.avg.pct_of_peak_sustained_active']):.0f} %",
-            ]
-        )  # fmt: skip
+        parts = ("dram__throughput.avg.pct_of_peak_sustained_elapsed",
+                 "smsp__issue_active.avg.pct_of_peak_sustained_active")  # fmt: skip
+        used = (f"{float(row[part]):.0f} %" for part in parts)
+        cells.append([name, row["launch__registers_per_thread"], f"{time:.0f}", *used])
     return table(["AdamW", "registers", "us", "of the memory's peak", "of issue slots"], cells)
 
 
-def report(folder: Path, device: str = "NVIDIA H100 80GB HBM3") -> dict[str, str]:
+def report(folder: Path, device: str = DEVICE) -> dict[str, str]:
     """Tables by name."""
-    lines = [x for x in _lines(folder / "figures.jsonl") if x["device"] == device]
+    lines = [x for x in read(folder / "figures.jsonl") if x["device"] == device]
     return {
         "Formats": formats(lines),
         "Predictions": predictions(lines),
@@ -143,20 +132,10 @@ def report(folder: Path, device: str = "NVIDIA H100 80GB HBM3") -> dict[str, str
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--results", default=RESULTS, metavar="FOLDER", type=Path)
-    parser.add_argument("--device", default="NVIDIA H100 80GB HBM3")
-    parser.add_argument("--write", action="store_true")
-    options = parser.parse_args(arguments)
-    tables = report(options.results, options.device)
-    if options.write:
-        page = Path(PAGE)
-        page.write_text(written(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
-    print("\n".join(f"## {name}\n\n{made}" for name, made in tables.items()), end="")
-
-
 if __name__ == "__main__":
-    main()
+    parser = parser_of(__doc__, writes=False)
+    parser.add_argument("--results", default=RESULTS, metavar="FOLDER", type=Path)
+    parser.add_argument("--device", default=DEVICE)
+    parser.add_argument("--write", action="store_true", help=f"into {PAGE}")
+    options = parser.parse_args()
+    show(report(options.results, options.device), [PAGE] if options.write else [])

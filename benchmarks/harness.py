@@ -7,6 +7,7 @@ and a median.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -28,18 +29,21 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def spawn(
-    function: Callable[..., Any], world_size: int, *args: Any, start_method: str = "spawn"
-) -> Any:
+def parser_of(doc: str | None, *, writes: bool = True) -> argparse.ArgumentParser:
+    """``doc``: a module's own, printed as it is; ``writes``: with an option for JSON lines."""
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if writes:
+        made.add_argument("--json", help="append the results to this file, as JSON lines")
+    return made
+
+
+def spawn(function: Callable[..., Any], world_size: int, *args: Any) -> Any:
     """Run ``function(rank, world_size, *args)`` in gloo processes of one thread each; return rank
     0's result."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            _rank,
-            (world_size, folder, function, args),
-            nprocs=world_size,
-            start_method=start_method,
-        )
+        mp.spawn(_rank, (world_size, folder, function, args), nprocs=world_size)
         return pickle.loads(Path(folder, "result").read_bytes())
 
 
@@ -57,9 +61,8 @@ def _rank(
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        0
-    )  # the interpreter's shutdown aborts once in a while when torch's threads are on their way out
+    # the interpreter's shutdown aborts once in a while when torch's threads are on their way out
+    os._exit(0)
 
 
 class Collective(NamedTuple):

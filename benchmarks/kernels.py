@@ -34,7 +34,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +53,8 @@ from hdet.kernels import StepSettings, StepTensors
 from hdet.optim import lists
 from hdet.optim.moment_storage import SMALLEST
 
-from .harness import alternate, alternate_on_cuda, emit
+from .harness import alternate, alternate_on_cuda, emit, parser_of
+from .tables import read
 
 LAST = Path(__file__).parent / "results" / "gpu" / "figures.jsonl"
 Shapes = Sequence[tuple[int, ...]]
@@ -189,10 +189,8 @@ def key_of(record: dict[str, Any]) -> tuple[Any, ...]:
 @functools.cache
 def last() -> dict[tuple[Any, ...], float]:
     """Milliseconds of the last run on a GPU."""
-    if not LAST.exists():
-        return {}
-    lines = [json.loads(line) for line in LAST.read_text(encoding="utf-8").splitlines()]
-    return {key_of(x): x.get("alone_ms", x.get("hdet_ms")) for x in lines if "operation" in x}
+    lines = (line for line in read(LAST) if "operation" in line)
+    return {key_of(x): x.get("alone_ms", x.get("hdet_ms")) for x in lines}
 
 
 def compare(
@@ -578,14 +576,11 @@ ONCE = ("host", "buckets")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = parser_of(doc)
     made.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     made.add_argument("--backend", default="auto", help="auto, cpu, cuda, triton or torch")
     made.add_argument("--threads", type=int, default=torch.get_num_threads())
     made.add_argument("--quick", action="store_true", help="fewer rounds and less memory")
-    made.add_argument("--json", help="append the lines to this file, too")
     return made
 
 

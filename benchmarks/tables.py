@@ -1,12 +1,22 @@
-"""The one printer of tables, in Markdown, and what stands in their cells."""
+"""What reports share: lines of results, tables in Markdown and what stands in their cells, and the
+pages that have them."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+
+def read(path: str | Path | None) -> list[dict[str, Any]]:
+    """The lines of a results file; none if there is no file yet."""
+    if not path or not Path(path).exists():
+        return []
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
 def table(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
@@ -46,6 +56,24 @@ def written(page: str, tables: Mapping[str, str]) -> str:
     """The page with these tables, where it has a place for them."""
     place = re.compile(r"(<!-- table: (.+?) -->\n).*?(?=<!-- end -->)", re.DOTALL)
     return place.sub(lambda found: f"{found[1]}\n{tables[found[2]]}\n", page)
+
+
+def reached(loss: float | None, untrained: float) -> float:
+    """The final loss; a run that broke, or got worse, counts as untrained."""
+    return untrained if loss is None else min(loss, untrained)
+
+
+def gap(loss: float | None, best: float, untrained: float) -> float:
+    """How far a run ends from the best one, in percent of what that one learns."""
+    return 100 * (reached(loss, untrained) - best) / (untrained - best)
+
+
+def show(tables: Mapping[str, str], pages: Iterable[str]) -> None:
+    """Prints the tables under their names, and writes them into the pages, each between two
+    comments that have its name."""
+    for path in map(Path, pages):
+        path.write_text(written(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    print("\n".join(f"## {name}\n\n{one}" for name, one in tables.items()), end="")
 
 
 def percent(value: float) -> str:

@@ -1,13 +1,14 @@
 """Prints the update rules of hdet/rules in C++ and in Triton, and the classes of their optimizers:
 python csrc/generate.py
 
-Writes csrc/core/rules.h, triton_kernels/rules.py and hdet/optim/classes.py, which are committed;
-tests/kernels/test_rules.py prints them again and compares.
+Writes csrc/core/rules.h, triton_kernels/rules.py, hdet/optim/classes.py and its lines of
+hdet/__init__.pyi, which are committed; tests/kernels/test_rules.py prints them again and compares.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import textwrap
 from collections import Counter
@@ -23,7 +24,7 @@ from hdet.rules import COUPLED, DIGEST, RULES, Rule, StepSettings
 from hdet.rules.trace import Scalar, Tensor, walk
 
 HEADER, MODULE = ROOT / "csrc/core/rules.h", ROOT / "triton_kernels/rules.py"
-CLASSES = ROOT / "hdet/optim/classes.py"
+CLASSES, STUB = ROOT / "hdet/optim/classes.py", ROOT / "hdet/__init__.pyi"
 NOTE = "Printed by csrc/generate.py from hdet/rules: change that, and print again."
 FIELDS = [name for name in StepSettings._fields if name != "multipliers"]
 INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
@@ -449,8 +450,19 @@ def _lines(lines: Iterable[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def _with_classes(stub: str) -> str:
+    """The lines of hdet/__init__.pyi, those of `CLASSES` made anew."""
+    line = "from .optim.classes import {0} as {0}\n"
+    names = sorted((r.optimizer for r in RULES.values() if r.optimizer), key=str.lower)
+    before, *_, after = re.split(r"(?m)^from \.optim\.classes import .*\n", stub)
+    return before + "".join(map(line.format, names)) + after
+
+
 def texts() -> dict[Path, str]:
-    return {HEADER: _wrapped(Cpp().file()), MODULE: Triton().file(), CLASSES: Optimizers().file()}
+    return {
+        HEADER: _wrapped(Cpp().file()), MODULE: Triton().file(), CLASSES: Optimizers().file(),
+        STUB: _with_classes(STUB.read_text(encoding="utf-8")),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

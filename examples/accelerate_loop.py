@@ -41,10 +41,8 @@ def main(steps: int = 250) -> None:
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
 
     # This run is short: its trial may take a larger part of it than by default.
-    controller = hdet.AutoLR(model, before_step=clip)
-    ensemble = hdet.Ensemble(
-        optimizer.optimizer, scheduler, total_steps=steps, controller=controller
-    )
+    search = hdet.AutoLR(model, before_step=clip)
+    ensemble = hdet.Ensemble(optimizer.optimizer, scheduler, total_steps=steps, search=search)
     ensemble = hdet.integrations.accelerate.prepare(accelerator, ensemble, model, losses_of)
     for batch in loader:
         with accelerator.accumulate(model):

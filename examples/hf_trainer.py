@@ -59,8 +59,8 @@ def main(steps: int = 250) -> None:
         train_dataset=texts(4000, 0),
         eval_dataset=texts(64, 1),
         # This run is short: its trial may take a larger part of it than by default, as in
-        # {"controller": hdet.AutoLR}.
-        ensemble={"controller": hdet.AutoLR},
+        # {"search": hdet.AutoLR}.
+        ensemble={"search": hdet.AutoLR},
     )
     trainer.train()
     print(

@@ -45,8 +45,8 @@ def main(steps: int = 250, processes: int = 1) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     # This run is short: its trial may take a larger part of it than by default, as in
-    # HdetCallback(controller=hdet.AutoLR).
-    callback = hdet.integrations.lightning.HdetCallback(controller=hdet.AutoLR)
+    # HdetCallback(search=hdet.AutoLR).
+    callback = hdet.integrations.lightning.HdetCallback(search=hdet.AutoLR)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=processes,

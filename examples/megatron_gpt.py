@@ -40,8 +40,8 @@ def main(steps=250, tp=1, pp=1):
     decay = {"start_wd": 0.01, "end_wd": 0.01, "wd_incr_steps": steps, "wd_incr_style": "constant"}
     scheduler = OptimizerParamScheduler(optimizer, **rates, **decay)
     # This run is short: its trial may take a larger part of it than by default, as with
-    # controller=hdet.AutoLR.
-    settings = {"total_steps": steps, "controller": hdet.AutoLR}
+    # search=hdet.AutoLR.
+    settings = {"total_steps": steps, "search": hdet.AutoLR}
     scheduler = hdet.integrations.megatron.wrap(optimizer, scheduler, model, **settings)
     rank = parallel_state.get_data_parallel_rank()
     for step in range(steps):

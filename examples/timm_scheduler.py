@@ -23,10 +23,8 @@ def main(cosine: type, epochs: int = 5, updates: int = 50) -> None:
         optimizer, t_initial=total, warmup_t=10, warmup_lr_init=1e-5, t_in_epochs=False
     )
     # This run is short: its trial may take a larger part of it than by default.
-    controller = hdet.AutoLR(model)
-    ensemble = hdet.Ensemble(
-        optimizer, total_steps=total, controller=controller
-    )  # without the scheduler
+    search = hdet.AutoLR(model)
+    ensemble = hdet.Ensemble(optimizer, total_steps=total, search=search)  # without the scheduler
     num_updates = 0
     for epoch in range(epochs):
         for _ in range(updates):

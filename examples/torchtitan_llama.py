@@ -49,8 +49,8 @@ def tiny(steps: int, replicas: int) -> Trainer.Config:
 
 def tiny_hdet(steps: int = 250, replicas: int = 1) -> Trainer.Config:
     # This run is short: its trial may take a larger part of it than by default, as in wrap(tiny(),
-    # controller=hdet.AutoLR).
-    return hdet.integrations.torchtitan.wrap(tiny(steps, replicas), controller=hdet.AutoLR)
+    # search=hdet.AutoLR).
+    return hdet.integrations.torchtitan.wrap(tiny(steps, replicas), search=hdet.AutoLR)
 
 
 def main(steps: int = 250) -> None:

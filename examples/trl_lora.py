@@ -72,7 +72,7 @@ def main(steps: int = 250, ensemble: dict | None = None, **settings) -> Trainer:
         train_dataset=sentences(4000),
         processing_class=tokenizer(),
         peft_config=LoraConfig(r=4, target_modules="all-linear"),
-        ensemble={"controller": hdet.AutoLR} if ensemble is None else ensemble,
+        ensemble={"search": hdet.AutoLR} if ensemble is None else ensemble,
     )
     trainer.train()
     return trainer

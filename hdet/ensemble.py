@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,14 +14,30 @@ from torch.optim import Optimizer
 from .converge.sync import Sync
 from .core.controller import Controller
 from .core.divergence import Divergence
+from .core.plan import Decision
+from .core.schema import MAPPING, loaded, optional, read
 from .knobs import Knob
+from .logging import CycleRecord
 from .optim.snapshot import in_train_mode, is_schedule_free
 from .replicas import Replicas
-from .run.cycles import ReplicasDiverged
-from .run.mistakes import refuse_backward, refuse_eval_mode, warn_of_no_controller
-from .run.parts import Parts
+from .run.cycles import Cycles, ReplicasDiverged
+from .run.fan_out import FanOut
+from .run.faults import Guard
+from .run.history import Records
+from .run.mistakes import (
+    refuse_backward,
+    refuse_eval_mode,
+    warn_of_less_control,
+    warn_of_lost_state,
+)
+from .run.prepare import prepare
+from .run.replica_parameters import ReplicaParameters
+from .run.same_run import Agreement
+from .run.setup import Setup
 from .schedule import Scheduler
-from .trial.searched import Closure
+from .trial.auto import AutoLR
+from .trial.searched import Closure, Searched
+from .trial.steps import LoopLoss
 
 __all__ = ["Ensemble", "ReplicasDiverged"]
 
@@ -38,7 +53,10 @@ class Ensemble:
         scheduler: a torch scheduler of this optimizer, which the Ensemble steps and nobody else.
             None: constant values, or a schedule that you step yourself inside `rescheduling`.
         knobs: what to explore, of `hdet.knobs`; default ``[LearningRate(spread=1/9)]``.
-        controller: None, `AutoLR`, `ProbeController`, or any `hdet.Controller` (docs/choosing.md).
+        search: an `AutoLR`, which finds the learning rate in the first steps. Replicas train alike
+            until it is over, and without a controller for good.
+        controller: decides where a cycle ends, once a search is over: None, `ProbeController`, or
+            any `hdet.Controller` (docs/choosing.md).
         replicas: who takes part: `Replicas`, or `CoresidentReplicas`. Default: each rank is a
             replica, but under plain FSDP2 (a mesh of one dimension) all of them are one.
         sync: when and how replicas are averaged: `Sync`.
@@ -49,8 +67,8 @@ class Ensemble:
         warmup_steps: S_warm, steps before the controller may act.
         total_steps: length of the run; default the scheduler's ``total_steps`` if it has one.
         seed: key of the assignments of multipliers; must be equal on all ranks.
-        log: called as ``log(record, step)`` once per cycle, with plain data; give it on the rank
-            that writes.
+        log: called as ``log(record, step)`` once per cycle, with a `hdet.logging.CycleRecord`; give
+            it on the rank that writes.
 
     Keep it for as long as the run lasts: one that is dropped is closed. Between steps param_groups,
     and whatever else a knob moves, hold base values, the same on all ranks. Only the end of a cycle
@@ -61,7 +79,7 @@ class Ensemble:
     Example::
 
         ensemble = hdet.Ensemble(
-            optimizer, scheduler, total_steps=2000, controller=hdet.AutoLR(model)
+            optimizer, scheduler, total_steps=2000, search=hdet.AutoLR(model)
         )
         for batch in loader:
             loss = loss_fn(model, batch)
@@ -77,6 +95,7 @@ class Ensemble:
         scheduler: Scheduler | None = None,
         *,
         knobs: Sequence[Knob] | None = None,
+        search: AutoLR | None = None,
         controller: Controller | None = None,
         replicas: Replicas | None = None,
         sync: Sync | None = None,
@@ -85,23 +104,36 @@ class Ensemble:
         warmup_steps: int = 0,
         total_steps: int | None = None,
         seed: int = 0,
-        log: Callable[[dict[str, Any], int], object] | None = None,
+        log: Callable[[CycleRecord, int], object] | None = None,
     ) -> None:
-        # Everything is validated before the optimizer is touched, which `Parts.attach` does.
-        parts = self._parts = Parts(
-            optimizer, scheduler, knobs, controller, replicas, sync, divergence, design,
-            warmup_steps, total_steps, seed, log,
+        given = Setup(
+            optimizer, scheduler, knobs, search, controller, replicas, sync, divergence,  # type: ignore[arg-type]
+            design, warmup_steps, total_steps, seed, log,
         )  # fmt: skip
-        self.optimizer, self.sync, self.divergence = optimizer, parts.sync, parts.divergence
-        self.parameters, self.replicas, self.knobs = parts.tensors, parts.replicas, parts.knobs
-        self.schedule, self.engine, self.run = parts.schedule, parts.engine, parts.run
-        self.during, self.weights, self.cycles = parts.during, parts.weights, parts.cycles
-        self.records, self._fan_out, self._agreement = parts.records, parts.fan_out, parts.agreement
-        self._has_modes = is_schedule_free(optimizer)
-        parts.attach()
-        self._detach = weakref.finalize(self, parts.detach)
+        run = prepare(given)
+        self.optimizer, self.search, self.controller = optimizer, search, controller
+        self.parameters, self.replicas, self.run = run.tensors, run.replicas, run.facts
+        self.sync, self.divergence, self.knobs = run.sync, run.divergence, run.engine.knobs
+        self._schedule, self._engine = run.schedule, run.engine
+        self._has_modes, self._lost_state = is_schedule_free(optimizer), run.schedule.doubt
+        # Ways of averaging may keep a second set of parameters in the optimizer: made last.
+        self._guard, self._fan_out = Guard(run.replicas, run.engine), FanOut(run)
+        self._agreement, self._records = Agreement(run), Records(run)
+        if search is not None:
+            search.attach(Searched(
+                search.model, optimizer, run.replicas, run.schedule.peak_rates, not run.is_local,
+                self._fan_out.aside, run.sync.refresh is not None, run.schedule.find_doubt,
+            ))  # fmt: skip
+            search.done = search.done or run.engine.step > 0  # the first steps are over
+        parameters = ReplicaParameters(run)
+        self.averager = parameters.average
+        self._moments = parameters.moments
+        self._cycles = Cycles(run, self._fan_out, parameters, self._agreement, self._guard)
+        self._fan_out.attach(self._cycles.begin_steps)
+        run.replicas.attach(optimizer)
+        self._detach = weakref.finalize(self, self._cycles.close)
         self._detach.atexit = False
-        self.cycles.begin()
+        self._cycles.begin()
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -119,7 +151,7 @@ class Ensemble:
             weight: of it, such as its tokens, >= 0.
             replica: whose it is; None: this process's, or that of the co-resident one in ``use``.
         """
-        self.weights.local[self.replicas.place(replica)].loss_meter.add(loss, weight)
+        self._cycles.losses[self.replicas.place(replica)].add(loss, weight)
 
     def step(
         self, loss: torch.Tensor | float | None = None, closure: Closure | None = None
@@ -142,51 +174,79 @@ class Ensemble:
             RuntimeError: a schedule-free optimizer is in eval mode.
             ValueError: somebody else has written a value (see `rescheduling` and `set_value`).
         """
-        cycles, schedule = self.cycles, self.schedule
-        if self.replicas.in_use or self._fan_out.explored is not None or cycles.search is not None:
+        cycles, schedule = self._cycles, self._schedule
+        if self.replicas.in_use or self._fan_out.explored is not None or self.search is not None:
             cycles.check_at_rest("step")
-        if self.during.lost is not None:
-            self.during.check_whole()
+        if self._guard.lost is not None:
+            self._guard.check_whole()
         if self._has_modes:
             refuse_eval_mode(self.optimizer)
         schedule.check_unwritten()
         if loss is not None:
-            self.weights.local[self.replicas.place(None)].loss_meter.add(loss)
+            cycles.losses[self.replicas.place(None)].add(loss)
         if not self._agreement.reached:
-            self._parts.agree()
+            self._agree()
         stepped, ends = self._fan_out.take_stepped(), False
         if stepped and not self._agreement.knows_gradients:
-            self._parts.check_gradients()
+            with self._guard("agreement"):
+                self._agreement.check_gradients(self._fan_out.gradient_norm)
+            self._agreement.knows_gradients = True
         try:
-            if stepped and cycles.search is not None:
-                if closure is not None and not cycles.search.done:
-                    refuse_backward(loss)
-                note = cycles.search_rate(closure, loss)
-                if note is not None:
-                    self.records.tell_note(note)
+            if stepped and self.search is not None:
+                self._search_rate(self.search, closure, loss)
             is_over = schedule.advance()
             if stepped:
-                ends = self.engine.tick()
+                ends = self._engine.tick()
                 if cycles.has_samples:
-                    cycles.panel.sample()
-            ends = ends or (is_over and self.engine.position > 0)
+                    cycles.measurements.sample()
+            ends = ends or (is_over and self._engine.position > 0)
             if ends:
                 record = cycles.end()
         finally:  # also when the schedule is past its end: at rest there is the base value
             if not schedule.is_neutral:
-                schedule.write(self.engine)
+                schedule.write()
         if ends:
-            self.records.add(record)
+            self._records.add(record)
+
+    def _agree(self) -> None:
+        """Before anything of the run is averaged, and again after a load."""
+        with self._guard("agreement"):
+            self._agreement.check()
+        self._moments.check()
+        if self._lost_state:  # unless the Ensemble's state was loaded meanwhile
+            warn_of_lost_state(self._lost_state)
+            self._lost_state = ""
+        self._records.tell_report()  # not earlier: the state and `tell` may change
+
+    def _search_rate(self, search: AutoLR, closure: Closure | None, loss: LoopLoss) -> None:
+        """One step of the search, and what it decides."""
+        if closure is not None and not search.done:
+            refuse_backward(loss)
+        with self._guard("trial"):
+            factor = search.after_step(closure, loss)
+        if factor is None:
+            return
+        notes: list[str] = []
+        if factor != 1:
+            for knob in self._schedule.knobs:
+                if knob.key == "lr":
+                    notes += knob.move(Decision(factor=factor))
+            self._schedule.write()
+        if factor < 1:  # the first weights are in place again
+            self._cycles.note_restore()
+            search.on_restart()
+        self._cycles.notes += [*notes, search.note]
+        self._records.tell_note(search.note)
 
     def converge(self) -> None:
         """Average the replicas now, e.g. before saving or evaluating; every rank must call it.
         Always exact, whatever `Sync.converge` is. The cycle goes on, its loss meters restart."""
-        self.cycles.check_at_rest("converge")
-        self.during.check_whole()
+        self._cycles.check_at_rest("converge")
+        self._guard.check_whole()
         if not self._agreement.reached:
-            self._parts.agree()
+            self._agree()
         with in_train_mode(self.optimizer):
-            self.cycles.converge()
+            self._cycles.converge()
 
     @contextmanager
     def explore(self) -> Iterator[None]:
@@ -198,9 +258,9 @@ class Ensemble:
             raise ValueError(
                 "which replica explores? Call explore() inside `with replicas.use(k):`"
             )
-        self.schedule.check_unwritten()
+        self._schedule.check_unwritten()
         with self._fan_out.exploring(self.replicas.place(None), lambda knob: True):
-            self.cycles.has_explored = True
+            self._cycles.has_explored = True
             yield
 
     @contextmanager
@@ -209,8 +269,8 @@ class Ensemble:
         loop): inside, knobs have the schedule's own values, without corrections. What stands there
         at the end becomes the schedule's next values. Build such a scheduler before, or inside.
         Raises ValueError inside itself, or where somebody has written a value outside."""
-        self.cycles.check_no_arm("rescheduling")
-        with self.schedule.rescheduling(self.engine):
+        self._cycles.check_no_arm("rescheduling")
+        with self._schedule.rescheduling():
             yield
 
     def set_value(self, name: str, value: float) -> None:
@@ -226,64 +286,107 @@ class Ensemble:
             ValueError: there is no such knob; inside `explore` or `rescheduling`; or no correction
                 leads from the schedule's value to this one, because one of them is 0.
         """
-        self.cycles.check_at_rest("set_value")
-        k = self.schedule.number_of(name)
-        self.engine.set_value(k, float(value), self.knobs[k].uncorrected_value())
-        self.schedule.write(self.engine)
+        self._cycles.check_at_rest("set_value")
+        self._schedule.named(name).set(float(value))
+        self._schedule.write()
 
-    def guard(self) -> AbstractContextManager[None]:
+    def guard(self, phase: str = "training step") -> AbstractContextManager[None]:
         """Around a training loop: a collective of the loop's own that fails (DDP's, in a backward
-        pass) becomes a `ReplicaLost` too."""
-        return self.during("training step")
+        pass) becomes a `ReplicaLost` too. ``phase``: what is under way, for its message."""
+        return self._guard(phase)
+
+    def check_at_rest(self, name: str) -> None:
+        """Raises ValueError inside `explore`, `rescheduling` or ``replicas.use``, and for a closure
+        that a trial calls. ``name``: of what is refused there."""
+        self._cycles.check_at_rest(name)
+
+    def forget_losses(self) -> None:
+        """The losses of the running cycle do not count."""
+        self._cycles.reset_losses()
+
+    # -- in a framework ----------------------------------------------------------------------------
+
+    def simulate(self, schedulers: Sequence[tuple[Any, int]]) -> None:
+        """Let search and controller know what a framework steps inside `rescheduling`. Of what
+        cannot be simulated they say so, and move nothing.
+
+        Args:
+            schedulers: each with the number of optimizer steps from one of its steps to the next.
+        """
+        try:
+            self._schedule.simulate(self.optimizer, schedulers)
+        except ValueError as error:
+            self._schedule.doubt = str(error)
+
+    def report_to(
+        self,
+        tell: Callable[[str], object],
+        log: Callable[[CycleRecord, int], object] | None = None,
+    ) -> Callable[[CycleRecord, int], object] | None:
+        """Let lines of text go to ``tell``, and records to ``log`` if it is given. Returns where
+        records went before."""
+        before, self._records.tell = self._records.log, tell
+        self._records.log = before if log is None else log
+        return before
 
     # -- what is known -----------------------------------------------------------------------------
 
     @property
     def cycle(self) -> int:
         """Cycles completed."""
-        return self.engine.cycle
+        return self._engine.cycle
 
     @property
-    def history(self) -> list[dict[str, Any]]:
-        """The records of this process's last 1000 cycles, as ``log`` gets them, without what
-        `hdet.replay` reads (``record``)."""
-        return list(self.records.history)
+    def steps_done(self) -> int:
+        """Optimizer steps counted since the beginning of the run."""
+        return self._engine.step
+
+    @property
+    def has_begun(self) -> bool:
+        """Was a step of the running cycle taken?"""
+        return self._cycles.has_begun
+
+    @property
+    def history(self) -> list[CycleRecord]:
+        """The records of this process's last 1000 cycles, as ``log`` gets them, but for their key
+        ``record``."""
+        return list(self._records.history)
 
     @property
     def in_sync(self) -> bool:
         """Are the replicas' parameters and averaged buffers known to be equal now, and is nothing
         kept back for the next average? Does not compare them."""
-        return self.cycles.in_sync
+        return self._cycles.in_sync
 
     def value(self, name: str) -> float:
         """The value of the knob ``name`` now: a replica's inside `explore`, else the base value.
         Raises ValueError where there is no such knob."""
-        self.schedule.check_unwritten()
-        return self.knobs[self.schedule.number_of(name)].value()
+        self._schedule.check_unwritten()
+        return self._schedule.named(name).value()
 
     def values(self) -> dict[str, float]:
         """Corrected base value by knob: what param_groups hold at rest."""
-        self.schedule.check_unwritten()
-        return self.schedule.by_knob(self.schedule.base_values())
+        self._schedule.check_unwritten()
+        return self._schedule.by_knob(self._schedule.base_values())
 
     @property
     def corrections(self) -> dict[str, float]:
-        return self.schedule.by_knob(self.engine.corrections)
+        return self._schedule.by_knob(self._schedule.corrections())
 
     @property
     def multipliers(self) -> dict[str, float]:
         """rho of this replica in the running cycle, by knob."""
         place = self.replicas.local.index(self.replicas.index)
-        return self.schedule.by_knob(self._fan_out.multipliers[place])
+        return self._schedule.by_knob(self._fan_out.multipliers[place])
 
     def report(self) -> str:
         """What the controller is going to do, or what it has measured: some short lines."""
-        return self.records.report()
+        return self._records.report()
 
     def mean(self) -> list[torch.Tensor] | None:
         """The mean of the replicas' `parameters` at this very step, not to be written to, where
         this rank has it: converged, or with ``converge=ExactLocal()``; else None."""
-        return list(self.parameters) if self.in_sync else self.weights.average.mean()
+        return list(self.parameters) if self.in_sync else self.averager.mean()
 
     # -- checkpoint --------------------------------------------------------------------------------
 
@@ -296,24 +399,37 @@ class Ensemble:
     def state_dict(self) -> dict[str, Any]:
         """Plain data; no communication; the same on every rank; loads with another N. Without the
         losses of the running cycle. Warns where replicas are not `in_sync`."""
-        self.during.check_whole()
-        self.cycles.check_at_rest("state_dict")
-        self.schedule.check_unwritten()
-        if self.cycles.can_part and self.cycles.has_begun and not self.in_sync:
+        self._guard.check_whole()
+        self._cycles.check_at_rest("state_dict")
+        self._schedule.check_unwritten()
+        if self._cycles.can_part and self._cycles.has_begun and not self.in_sync:
             warnings.warn(
                 "saving in the middle of a cycle: this replica's parameters are not the average; "
                 "call converge() on all ranks first",
                 stacklevel=2,
             )
-        if self.cycles.search is not None:
-            self.cycles.search.note_save()
-        return {**self.engine.state_dict(), **self.schedule.state_dict()}
+        search = self.search
+        if search is not None:
+            search.note_save()
+        own = {"search": None if search is None else search.state_dict()}
+        return {**self._engine.state_dict(), **self._schedule.state_dict(), **own}
 
     def check_state(self, state: Any) -> None:
         """Raise ValueError for a state that `load_state_dict` refuses; change nothing."""
-        self.cycles.check_at_rest("load_state_dict")
-        self.schedule.check_state(state)
-        self.engine.check_state(state)
+        self._cycles.check_at_rest("load_state_dict")
+        self._schedule.check_state(state)
+        self._engine.check_state(state)
+        self._check_search(state)
+
+    def _check_search(self, state: Any) -> Any:
+        """The search's part of a state. A run without a search takes the state of any."""
+        [given] = read(state, {"search": optional(MAPPING)}, "the ensemble's state").values()
+        if self.search is not None and given is None:
+            raise ValueError(
+                "the ensemble's state was saved without a search, this run has one: construct it "
+                "without search, which keeps the corrections"
+            )
+        return None if self.search is None else given
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a run, on all ranks alike. Load parameters, buffers and optimizer too, in any
@@ -330,20 +446,22 @@ class Ensemble:
     @contextmanager
     def taken_over(self, state: Mapping[str, Any]) -> Iterator[None]:
         """`load_state_dict`, unless what is done inside raises: nothing is changed then."""
-        self.cycles.check_at_rest("load_state_dict")
-        with self.schedule.taken_over(state), self.engine.taken_over(state):
+        self._cycles.check_at_rest("load_state_dict")
+        searched = loaded(self.search, self._check_search(state))
+        with searched, self._schedule.taken_over(state), self._engine.taken_over(state):
             yield
-        self.engine.restart()
-        self.schedule.write(self.engine)
-        self._parts.lost_state = self.schedule.doubt = ""
+        self._engine.restart()
+        if self.search is not None:
+            self.search.close()
+        self._schedule.write()
+        self._lost_state = self._schedule.doubt = ""
         self._agreement.reset()
-        self._fan_out.note_load(functools.partial(self.schedule.write, self.engine))
-        self.cycles.note_load()
-        if self.engine.controller is None and state["controller"] is not None:
-            warn_of_no_controller(self.engine, state["controller"])
+        self._fan_out.note_load(self._schedule.write)
+        self._cycles.note_load()
+        warn_of_less_control(self._engine, state)
 
     def close(self) -> None:
         """Take the multiplier off the optimizer for good. Parameters stay as they are: converge()
         first. A second call does nothing."""
-        self.cycles.check_no_arm("close")
+        self._cycles.check_no_arm("close")
         self._detach()

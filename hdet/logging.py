@@ -1,5 +1,5 @@
-"""Where records of cycles go: ``Ensemble(..., log=hdet.logging.TensorBoard(writer))``, `WandB`,
-or `History`."""
+"""Records of cycles, and where they go: ``Ensemble(..., log=hdet.logging.TensorBoard(writer))``,
+`WandB`, or `History`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,74 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-__all__ = ["History", "TensorBoard", "WandB", "scalars"]
+__all__ = ["CycleRecord", "History", "TensorBoard", "WandB", "scalars"]
+
+
+class CycleRecord(TypedDict):
+    """What is said of a cycle that has ended: a dict of plain data, the same on every rank but for
+    its own times.
+
+    Example::
+
+        for record in ensemble.history:  # of the last 1000 cycles
+            print(record["step"], record["values"]["lr"], record["losses"])
+    """
+
+    event: str
+    """``"cycle"``."""
+    cycle: int
+    """Its number, from 0."""
+    step: int
+    """Optimizer steps done."""
+    values: dict[str, float]
+    """By knob: the base value now."""
+    scheduled: dict[str, float]
+    """By knob: the schedule's own value."""
+    corrections: dict[str, float]
+    """By knob: base value over the schedule's own."""
+    slopes: dict[str, float | None]
+    """By knob: d loss / d ln(multiplier), where it was measured."""
+    errors: dict[str, float | None]
+    """By knob: one standard error of the slope."""
+    t: dict[str, float | None]
+    """By knob: slope over error."""
+    multipliers: dict[str, list[float]]
+    """By knob, then replica: those of the cycle."""
+    losses: list[float | None]
+    """By replica: mean training loss. None: there was none, or it was not finite."""
+    probe: list[float | None] | None
+    """By replica: mean probe loss. None: nothing was probed."""
+    left_out: list[int]
+    """Replicas whose numbers the controller was not given."""
+    rolled_back: bool
+    """Did the cycle diverge, and was rolled back?"""
+    rollbacks: int
+    """Cycles that were, since the first step."""
+    diverged_total: int
+    """How often a replica was left out of an average."""
+    probe_ms: float
+    """Milliseconds of measuring."""
+    converge_ms: float
+    """Milliseconds of averaging."""
+    trial: Mapping[str, Any] | None
+    """What an `AutoLR` has measured in it: `RateInterval.to_dict`."""
+    trial_steps: float
+    """What the trial has cost, in steps of the run."""
+    searching: bool
+    """Did an `AutoLR` search in it?"""
+    notes: list[str]
+    """Why, in words."""
+    record: dict[str, Any]
+    """What the controller was given (``evidence``), and its ``plan`` and ``decisions``. For
+    ``log=`` only."""
 
 
 def scalars(record: Mapping[str, Any], prefix: str = "hdet/") -> dict[str, float]:
-    """The numbers of a record (`Ensemble.history`), by its own keys: ``hdet/values/lr``,
+    """The numbers of a `CycleRecord`, by its own keys: ``hdet/values/lr``,
     ``hdet/losses/0`` (replica 0), ``hdet/converge_ms``. ``left_out`` is how many replicas were.
-    Of a trial: its rate, suggestion and ends. What is None, text, or there for `hdet.replay` alone
-    is missing."""
+    Of a trial: its rate, suggestion and ends. What is None or text is missing, and ``record``."""
     shown = {key: value for key, value in record.items() if key not in ("record", "step")}
     if "left_out" in shown:
         shown["left_out"] = len(shown["left_out"])

@@ -6,14 +6,14 @@ import math
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
 from .core import schema
-from .core.engine import Engine
-from .knobs import Bound, GroupKnob
+from .core.value import LARGEST_CORRECTION
+from .knobs import BoundKnob, GroupKnob
 from .replicas.agreement import ReplicaDisagreement, digest
 from .replicas.layout import brief
 from .simulation import simulate
@@ -23,6 +23,7 @@ __all__ = ["Schedule", "Scheduler", "plain"]
 LOWEST_RATE, HIGHEST_RATE = -1e-9, 1e30
 """Rounding may leave a little less than 0 at the end of a schedule."""
 STATE = "the ensemble's state"
+T = TypeVar("T")
 SAME = 0.01
 """Two rates that differ by this part of them are the same: one may have been rounded."""
 
@@ -50,7 +51,7 @@ class Schedule:
     """
 
     def __init__(
-        self, scheduler: Scheduler | None, knobs: Sequence[Bound], total_steps: int | None
+        self, scheduler: Scheduler | None, knobs: Sequence[BoundKnob], total_steps: int | None
     ) -> None:
         self.scheduler, self.knobs = scheduler, list(knobs)
         own_length: int | None = getattr(scheduler, "total_steps", None)
@@ -111,11 +112,11 @@ class Schedule:
         total = getattr(scheduler, "total_steps", self.total_steps)
         return total is not None and getattr(scheduler, "last_epoch", None) == total
 
-    def write(self, engine: Engine) -> None:
+    def write(self) -> None:
         """Leave the corrected base values in their places, but where a replica's value stands."""
-        for k, knob in enumerate(self.knobs):
+        for knob in self.knobs:
             if not knob.is_lent:
-                knob.write(engine.corrections[k], engine.held[k])
+                knob.write()
         self.is_neutral = all(knob.is_neutral for knob in self.knobs)
 
     # -- what others write -------------------------------------------------------------------------
@@ -151,7 +152,7 @@ class Schedule:
             )
 
     @contextmanager
-    def rescheduling(self, engine: Engine) -> Iterator[None]:
+    def rescheduling(self) -> Iterator[None]:
         """Inside, the cells hold the schedule's own values; what is left there is taken for the
         next ones. Inside `explore` that goes for the knobs that act in the optimizer's step.
 
@@ -176,30 +177,33 @@ class Schedule:
                 )
             for knob in moved:
                 knob.take_schedule()
-            self.write(engine)
+            self.write()
 
     # -- by name -----------------------------------------------------------------------------------
 
-    def by_knob(self, numbers: Sequence[float]) -> dict[str, float]:
+    def by_knob(self, column: Sequence[T]) -> dict[str, T]:
         """[knob], by name."""
-        return {knob.name: number for knob, number in zip(self.knobs, numbers, strict=True)}
+        return {knob.name: entry for knob, entry in zip(self.knobs, column, strict=True)}
 
-    def number_of(self, name: str) -> int:
+    def named(self, name: str) -> BoundKnob:
         """Raises ValueError where there is no such knob."""
-        names = [knob.name for knob in self.knobs]
-        if name not in names:
-            raise ValueError(f"there is no knob {name!r}, only {names}")
-        return names.index(name)
+        for knob in self.knobs:
+            if knob.name == name:
+                return knob
+        raise ValueError(f"there is no knob {name!r}, only {[knob.name for knob in self.knobs]}")
 
     # -- what is known: [knob] ---------------------------------------------------------------------
 
     def values(self) -> list[float]:
         """The untouched schedule's values now. Waits for the device of a tensor."""
-        return [float(knob.scheduled[0]) for knob in self.knobs]
+        return [knob.scheduled_value() for knob in self.knobs]
 
     def base_values(self) -> list[float]:
         """As `write` has left them."""
-        return [float(knob.left[0]) for knob in self.knobs]
+        return [knob.base_value() for knob in self.knobs]
+
+    def corrections(self) -> list[float]:
+        return [knob.correction for knob in self.knobs]
 
     def floors(self) -> list[float]:
         """The lowest values of the untouched schedule; 0 is unknown."""
@@ -231,14 +235,6 @@ class Schedule:
                     return self.doubt or f"it is {float(now):g}, and a copy of its schedule {said}"
         return self.doubt
 
-    def highest(self) -> list[float]:
-        """Of the untouched schedule, now and in the steps since `forget_highest`."""
-        return [max(float(knob.highest), float(knob.scheduled[0])) for knob in self.knobs]
-
-    def forget_highest(self) -> None:
-        for knob in self.knobs:
-            knob.highest = -math.inf
-
     # -- the same on all ranks ---------------------------------------------------------------------
 
     def mark(self) -> float:
@@ -265,6 +261,8 @@ class Schedule:
         """Plain data."""
         highest = {knob.name: float(knob.highest) for knob in self.knobs}
         return {
+            "corrections": self.corrections(),
+            "bases": [knob.off_schedule for knob in self.knobs],
             "scheduled": {knob.name: [float(x) for x in knob.scheduled] for knob in self.knobs},
             "highest": {name: x if x > -math.inf else None for name, x in highest.items()},
             "scheduler": None if self.scheduler is None else plain(self.scheduler.state_dict()),
@@ -276,8 +274,15 @@ class Schedule:
         Raises:
             ValueError: a state of another run, or one with values that no schedule has.
         """
-        checks = {"scheduler": schema.optional(schema.MAPPING)}
-        given = schema.read(state, checks, STATE)["scheduler"]
+        correction = schema.number(LARGEST_CORRECTION**-2, LARGEST_CORRECTION)
+        base, count = schema.optional(schema.number(1e-100)), len(self.knobs)
+        checks = {
+            "scheduler": schema.optional(schema.MAPPING),
+            "corrections": schema.list_of(correction, count),
+            "bases": schema.list_of(base, count),
+        }
+        values = schema.read(state, checks, STATE)
+        given = values["scheduler"]
         if (given is None) != (self.scheduler is None):
             raise ValueError(
                 "the ensemble's state and this run differ in having a scheduler: construct "
@@ -294,9 +299,9 @@ class Schedule:
             "scheduled": {k.name: schema.list_of(kinds[k.name], len(k.cells)) for k in self.knobs},
             "highest": {name: schema.optional(kind) for name, kind in kinds.items()},
         }
-        values = schema.read(state, dict.fromkeys(tables, schema.MAPPING), STATE)
+        rows = schema.read(state, dict.fromkeys(tables, schema.MAPPING), STATE)
         for key, table in tables.items():
-            values[key] = schema.read(values[key], table, f"{key} of {STATE}")
+            values[key] = schema.read(rows[key], table, f"{key} of {STATE}")
         values["scheduler"] = None if given is None else self._checked(given, own, total)
         return values
 
@@ -327,12 +332,15 @@ class Schedule:
         values = self.check_state(state)
         with schema.loaded(self.scheduler, values["scheduler"]):
             yield
-        for knob in self.knobs:
+        rows = zip(self.knobs, values["corrections"], values["bases"], strict=True)
+        for knob, correction, base in rows:
             high = values["highest"][knob.name]
-            knob.load(values["scheduled"][knob.name], -math.inf if high is None else high)
+            knob.highest = -math.inf if high is None else float(high)
+            knob.correction, knob.off_schedule = correction, base
+            knob.follow(list(map(float, values["scheduled"][knob.name])))
 
 
-def _kind_of_value(knob: Bound, least: float) -> schema.Check:
+def _kind_of_value(knob: BoundKnob, least: float) -> schema.Check:
     """A beta stays below 1, on a linear scale values pass 0."""
     if knob.scale.kind == "horizon":
         return schema.number(0, 1 - 2**-53)

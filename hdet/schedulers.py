@@ -25,6 +25,7 @@ from .knobs.cells import content, put
 from .optim.snapshot import is_schedule_free
 from .replicas import Replicas
 from .schedule import plain
+from .trial.auto import AutoLR
 
 __all__ = ["OneCycleAutoLR"]
 
@@ -39,8 +40,8 @@ class OneCycleAutoLR(OneCycleLR):
     The first arguments are torch's, the next the published ones, the rest ours:
 
     Args:
-        auto_lr_warmup_steps: S_warm, steps before the controller may act. An `AutoLR` acts in the
-            first steps: for it the published default counts as 0.
+        auto_lr_warmup_steps: S_warm, steps before the controller may act. A search acts in the
+            first steps: with it the published default counts as 0.
         ensemble_lr_spread_ratio: alpha in [0, 1). 0 is torch's OneCycleLR under DDP, bitwise.
         model_sync_interval: T, optimizer steps between averages of the replicas.
         rank, world_size: accepted for compatibility; must agree with the process group or with
@@ -51,9 +52,9 @@ class OneCycleAutoLR(OneCycleLR):
         loss_scale, lr_of_lr, momentum_of_lr: sigma, lambda and beta of that controller.
         replicas: who takes part; default the world if torch.distributed is initialised; or a
             `CoresidentReplicas`.
-        controller: another controller; it is used whether or not ``enable_auto_lr`` is set. Under
-            one that reads more than the published signal (auto, probe, slope ...) all parameter
-            groups are one knob.
+        search: as in `Ensemble`. With it, or a controller that tells knobs apart by regression (the
+            probe), all parameter groups are one knob.
+        controller: another controller; it is used whether or not ``enable_auto_lr`` is set.
         sync: as in `Ensemble`, but for ``every``, which is ``model_sync_interval``.
         settings: further ones of the `Ensemble`: divergence, seed, log, design.
 
@@ -65,7 +66,7 @@ class OneCycleAutoLR(OneCycleLR):
     Example::
 
         scheduler = hdet.OneCycleAutoLR(
-            optimizer, max_lr=1e-3, total_steps=2000, controller=hdet.AutoLR(model)
+            optimizer, max_lr=1e-3, total_steps=2000, search=hdet.AutoLR(model)
         )
         loss_fn(model, batches[0]).backward()
         optimizer.step()
@@ -99,6 +100,7 @@ class OneCycleAutoLR(OneCycleLR):
         momentum_of_lr: float = 0.9,
         *,
         replicas: Replicas | None = None,
+        search: AutoLR | None = None,
         controller: Controller | None = None,
         sync: Sync | None = None,
         **settings: Any,
@@ -108,7 +110,7 @@ class OneCycleAutoLR(OneCycleLR):
         if is_schedule_free(optimizer):
             raise TypeError(
                 f"optimizer is a {type(optimizer).__name__}, whose rate takes no schedule: use "
-                "hdet.Ensemble(optimizer, total_steps=..., controller=hdet.AutoLR(model))"
+                "hdet.Ensemble(optimizer, total_steps=..., search=hdet.AutoLR(model))"
             )
         with _unchanged_on_error(optimizer):
             check_spread(ensemble_lr_spread_ratio, "ensemble_lr_spread_ratio")
@@ -124,9 +126,9 @@ class OneCycleAutoLR(OneCycleLR):
                 strategy, cycle_momentum, base_momentum, max_momentum,
                 div_factor, final_div_factor, three_phase, last_epoch,
             )  # fmt: skip
-            groups = _groups_of_knobs(optimizer, controller)
-            searches = isinstance(controller, Controller) and controller.search is not None
-            if searches and auto_lr_warmup_steps == PUBLISHED_WARMUP:
+            is_one_knob = search is not None or getattr(controller, "regresses", False)
+            groups = "each" if len(optimizer.param_groups) > 1 and not is_one_knob else None
+            if search is not None and auto_lr_warmup_steps == PUBLISHED_WARMUP:
                 auto_lr_warmup_steps = 0
             self.ensemble = Ensemble(
                 optimizer,
@@ -135,11 +137,12 @@ class OneCycleAutoLR(OneCycleLR):
                 replicas=replicas,
                 sync=dataclasses.replace(sync or Sync(), every=model_sync_interval),
                 warmup_steps=auto_lr_warmup_steps,
+                search=search,
                 controller=controller,
                 **{"design": "permutation", **settings},  # as published
             )
-            if controller is None:
-                self.ensemble.records.tell_note(
+            if search is None and controller is None:
+                self.ensemble._records.tell_note(
                     "OneCycleAutoLR: enable_auto_lr is False, and there is no controller: nothing "
                     "moves the schedule"
                 )
@@ -187,13 +190,6 @@ class OneCycleAutoLR(OneCycleLR):
         torchs = {key: value for key, value in state_dict.items() if key != "ensemble"}
         self.ensemble.load_state_dict({**own, "scheduler": torchs})
         self._take_last_lr()
-
-
-def _groups_of_knobs(optimizer: Optimizer, controller: Controller | None) -> str | None:
-    """As published, every parameter group is a knob, but for controllers that cannot tell so many
-    apart (`Controller.knob_per_group`)."""
-    tells_apart = not isinstance(controller, Controller) or controller.knob_per_group
-    return "each" if len(optimizer.param_groups) > 1 and tells_apart else None
 
 
 class _TorchPart:

@@ -42,7 +42,6 @@ SLOW = (
     "knobs/test_forward_knobs.py::test_four_processes",
     "layouts/test_parallel.py",
     "gpu/",
-    "test_docs.py",
     "test_promises.py",
     "test_rooms.py",
     "test_adding_a",

@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
-from hdet.core.engine import Engine
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 SYNC = [field.name for field in dataclasses.fields(hdet.Sync)]
@@ -99,10 +98,10 @@ class Run:
 
     ``ddp``: does DDP average gradients, where there is a process group?
 
-    ``scheduler`` and ``controller`` may be functions of the optimizer and of the model, "probe" is
-    `probe`. ``data``: a batch of its number. ``closure``: the losses of a step's batches are given
-    to `Ensemble.step` too. Further settings are the Ensemble's, those of its `Sync` side by side
-    with the others. ``records``: what it has logged.
+    ``scheduler`` may be a function of the optimizer, ``search`` and ``controller`` of the model;
+    "probe" is `probe`. ``data``: a batch of its number. ``closure``: the losses of a step's batches
+    are given to `Ensemble.step` too. Further settings are the Ensemble's, those of its `Sync` side
+    by side with the others. ``records``: what it has logged.
     """
 
     def __init__(
@@ -119,6 +118,7 @@ class Run:
         spread: float = 0.3,
         weight_decay: float = 0.0,
         dtype: torch.dtype | None = None,
+        search: Any = None,
         controller: Any = None,
         ddp: bool = True,
         data: Callable[[int], Batch] = batch,
@@ -142,7 +142,9 @@ class Run:
             controller = probe(self.wrapped)
         elif not isinstance(controller, hdet.Controller) and controller is not None:
             controller = controller(self.net)
-        self.controller: Any = controller
+        if search is not None and not isinstance(search, hdet.AutoLR):
+            search = search(self.net)
+        self.search, self.controller = search, controller
         self.records: list[dict[str, Any]] = []
         self.losses: Callable[[Batch], torch.Tensor] = lambda data: losses_of(self.wrapped, data)
         self.closure: Callable[[Batch], Any] | None = (
@@ -158,6 +160,7 @@ class Run:
         self.ensemble = hdet.Ensemble(
             self.optimizer,
             self.scheduler,
+            search=search,
             controller=controller,
             **policies(**{"log": self._log, **settings}),
         )
@@ -317,8 +320,9 @@ def sgd(lr: Any = 0.1, **settings: Any) -> torch.optim.SGD:
 
 def force(run: hdet.Ensemble, *corrections: float) -> None:
     """As if a cycle had ended with these corrections, by knob."""
-    run.engine.corrections = list(corrections)
-    run.schedule.write(run.engine)
+    for knob, correction in zip(run._schedule.knobs, corrections, strict=True):
+        knob.correction = correction
+    run._schedule.write()
 
 
 class Scripted(hdet.Controller):
@@ -328,27 +332,22 @@ class Scripted(hdet.Controller):
 
     name = "scripted"
     needs_replicas = False
-    knob_per_group = True
 
     def __init__(self, factors: Any = (), multipliers: Any = None) -> None:
         super().__init__()
-        self.factors, self.multipliers = factors, multipliers
+        self.factors, self.given = factors, multipliers
+        self.rows: Any = None
+
+    def start(self, run: Any) -> None:
+        super().start(run)
+        if self.given is not None:
+            self.rows = [[rho] * run.replicas for rho in self.given[: len(run.knobs)]]
 
     def plan(self) -> hdet.Plan:
-        return hdet.Plan(spread=self.multipliers is None)
+        return hdet.Plan(multipliers=self.rows)
 
     def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
         cycle = evidence.cycle
         factors = self.factors[cycle] if cycle < len(self.factors) else 1.0
         rows = [factors] * len(evidence.knobs) if isinstance(factors, float) else factors
         return [hdet.Decision(factor=factor) for factor in rows]
-
-
-def _scripted_or_drawn(engine: Engine) -> list[list[float]]:
-    controller = engine.controller
-    rows = controller.multipliers if isinstance(controller, Scripted) else None
-    return _drawn(engine) if rows is None else [[rho] * engine.replicas for rho in rows]
-
-
-_drawn = Engine.multipliers
-Engine.multipliers = _scripted_or_drawn  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
 """docs/adding-a-kernel.md: its C++, its Triton and its reference run, and give the same bits.
 
-(Its other blocks: test_docs.py.)
+(Its other blocks: docs/checks.)
 """
 
 from __future__ import annotations

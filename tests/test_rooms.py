@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rooms import LAZY, PAGE, imports_of, page_with_drawing, sources
+from .packages import LAZY, PAGE, imports_of, page_with_drawing, sources
 
 
 def test_the_drawing_in_the_documents_is_drawn_from_the_imports() -> None:
-    """Rooms in a circle have no floors, and raise."""
-    assert PAGE.read_text("utf-8") == page_with_drawing(), "python -m benchmarks.rooms --write"
+    """Packages in a circle have no floors, and raise."""
+    assert PAGE.read_text("utf-8") == page_with_drawing(), "python -m tests.packages --write"
 
 
 def test_backends_of_the_kernels_do_not_import_each_other() -> None:
@@ -25,7 +25,7 @@ def test_backends_of_the_kernels_do_not_import_each_other() -> None:
 
 
 def test_no_circle_of_modules() -> None:
-    """Not between rooms, which floors forbid, but inside of one."""
+    """Not between packages, which floors forbid, but inside of one."""
     graph = {
         module: {other for other in imports_of(module) if other != LAZY} - {module}
         for module in sources()

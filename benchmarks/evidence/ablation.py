@@ -66,6 +66,10 @@ NUMBERS: dict[str, dict[str, float]] = {
 }
 
 
+def trials_of(records: Sequence[Record]) -> list[Record]:
+    return [line for line in records if line["trial"] is not None and not line["whole"]]
+
+
 def decided(
     records: Sequence[Record],
     fixed: Sequence[Record],
@@ -74,7 +78,7 @@ def decided(
     choose: Callable[[RateInterval], float] = lambda found: found.suggestion,
 ) -> list[Compared]:
     """Every recorded trial with the changed rule, beside the fixed rate of its start."""
-    trials = [line for line in records if line["trial"] is not None and not line["whole"]]
+    trials = trials_of(records)
     with patch.dict(vars(rule), values or {}):
         found = [change(Trial.from_dict(of["trial"])).interval(of["steps"]) for of in trials]
         rates = [choose(interval) for interval in found]

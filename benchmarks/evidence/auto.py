@@ -1,8 +1,7 @@
 """AutoLR against the fixed rate of the same start, on every workload.
 
     python -m benchmarks.evidence.auto [--workloads llama-bytes ...] [--group development|...]
-        [--levels trial free] [--lengths 10000] [--starts -4 -2 0 2 4] [--whole | --drawn 80]
-        [--jobs 2] [--quick] [--json FILE]
+        [--levels trial free fixed] [--starts -4 -2 0 2 4] [--whole | --drawn 80]
 
 Starts are exponents of 2 times the rate that people would write first. A search is over after 28
 or 56 steps, and what follows is a run at a fixed rate. So by default a run ends with its search,
@@ -25,16 +24,15 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-import hdet
 from hdet.trial.rule import Trial
 
-from ..tables import grouped, percent
+from ..tables import gap, grouped, percent, reached
 from ..tables import table as markdown
 from . import fixed_rates, workloads
 from .experiment import Column, Experiment, Record, Task, finite
 from .problems import Batch, Problem
-from .training import Parts, Plain, scheduled, train
-from .workloads import OPTIMIZERS, REPEATED, SCHEDULES, WORKLOADS
+from .training import Parts, scheduled, search_of, train, untrained, with_ensemble
+from .workloads import REPEATED, WORKLOADS
 
 GROUPS = {
     name: getattr(workloads, name.upper().replace("-", "_"))
@@ -51,51 +49,20 @@ class Searched(Exception):
     """The search is over, and nobody wants the rest of the run."""
 
 
-def controller_of(level: str, model: nn.Module) -> hdet.AutoLR | None:
-    """``level``: "trial", "free" or "fixed"."""
-    if level == "fixed":
-        return None
-    return hdet.AutoLR(model, budget=0.0 if level == "free" else None)
-
-
-def parts_of(
-    problem: Problem,
-    model: nn.Module,
-    optimizer: Any,
-    scheduler: Any,
-    controller: Any,
-    seed: int = 0,
-) -> tuple[Parts, hdet.Ensemble]:
-    """A training loop with a controller; its closure has the losses of the batch."""
-    ensemble = hdet.Ensemble(
-        optimizer, scheduler, total_steps=problem.steps, controller=controller, seed=seed
-    )
-    backward = Plain(problem, model)
-
-    def after(batch: Batch) -> None:
-        ensemble.step(backward.loss, closure=lambda: problem.losses(model, batch))
-
-    rate = lambda: float(optimizer.param_groups[0]["lr"])
-    parts = Parts(optimizer, backward, after, rate, heals=True, crashes=(hdet.ReplicasDiverged,))
-    return parts, ensemble
-
-
 def run(workload: str, exponent: int, seed: int, steps: int, level: str, whole: bool) -> Record:
-    chosen = WORKLOADS[workload]
-    rate, best, controllers = chosen.rate * 2.0**exponent, math.inf, list[Any]()
+    chosen, best, searches = WORKLOADS[workload], math.inf, list[Any]()
 
-    def build(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
-        optimizer = OPTIMIZERS[chosen.optimizer](problem.groups(model), rate)
-        scheduler = SCHEDULES[chosen.schedule](optimizer, steps)
-        controller = controller_of(level, model)
-        controllers.append(controller)
-        if controller is None:
+    def build(problem: Problem, model: nn.Module, exponent: float, seed: int) -> Parts:
+        optimizer = chosen.optimizer_for(model, exponent)
+        scheduler, search = chosen.scheduler_for(optimizer, steps), search_of(level, model)
+        searches.append(search)
+        if search is None:
             return scheduled(problem, model, optimizer, scheduler)
-        parts, _ = parts_of(problem, model, optimizer, scheduler, controller, seed)
+        parts, _ = with_ensemble(problem, model, optimizer, scheduler, search, seed)
 
         def after(batch: Batch) -> None:
             parts.after(batch)
-            if controller.done and not whole:
+            if search.done and not whole:
                 raise Searched
 
         return replace(parts, after=after, crashes=(*parts.crashes, Searched))
@@ -106,18 +73,18 @@ def run(workload: str, exponent: int, seed: int, steps: int, level: str, whole: 
             loss = validate()
             best = min(best, loss if math.isfinite(loss) else math.inf)
 
-    loss = train(replace(chosen.problem, steps=steps), build, rate, seed, watch)["validation"]
-    controller = controllers[0]
-    found = None if controller is None else controller.interval
+    loss = train(chosen.lasting(steps), build, exponent, seed, watch)["validation"]
+    [search], rate = searches, chosen.rate * 2.0**exponent
+    found = search and search.interval
     nothing = {"factor": 1.0, "low": None, "high": None, "reason": ""}
     return {
         "rate": rate,
         "validation": loss,
         "best": finite(min(best, math.inf if loss is None else loss)),
-        "untrained": fixed_rates.untrained(workload, seed),
+        "untrained": untrained(chosen.problem, seed),
         **(_interval(found, rate) if found else nothing),
-        "cost": 0.0 if controller is None else controller.cost,
-        "trial": None if found is None or level == "free" else _short(found.to_dict()["trial"]),
+        "cost": search.cost if search else 0.0,
+        "trial": _short(found.to_dict()["trial"]) if found and level != "free" else None,
     }
 
 
@@ -158,9 +125,7 @@ class Curve:
 
     def gap(self, loss: float | None) -> float:
         """To the best fixed rate, in percent of what that one learns."""
-        best = min(self.losses.values())
-        reached = fixed_rates.reached(loss, self.untrained)
-        return 100 * (reached - best) / (self.untrained - best)
+        return gap(loss, min(self.losses.values()), self.untrained)
 
     def at(self, exponent: float) -> float:
         """The gap at a rate: interpolated, beyond the ends that of the nearest one."""
@@ -172,7 +137,7 @@ def curves(fixed: Sequence[Record]) -> dict[tuple[str, int, int], Curve]:
     found = {}
     for cell, lines in grouped(fixed, "workload", "steps", "seed").items():
         losses = {
-            line["exponent"]: fixed_rates.reached(line["validation"], line["untrained"])
+            line["exponent"]: reached(line["validation"], line["untrained"])
             for line in sorted(lines, key=lambda line: line["exponent"])
         }
         if len(losses) >= 4:
@@ -244,17 +209,14 @@ def compared(records: Sequence[Record], fixed: Sequence[Record]) -> list[Compare
 
 def table(records: Sequence[Record]) -> str:
     """A line for each run."""
+    heads = ["workload", "steps", "start", "level", "fixed", "read off", "real", "factor", "reason"]
     rows = []
     for one in compared(records, fixed_rates.EXPERIMENT.read()):
-        line = one.record
-        gaps = [percent(one.fixed), percent(one.read_off)]
-        gaps.append("" if one.real is None else percent(one.real))
+        line, real = one.record, "" if one.real is None else percent(one.real)
         cells = [line["workload"], line["steps"], f"2^{line['exponent']}", line["level"]]
+        gaps = [percent(one.fixed), percent(one.read_off), real]
         rows.append([*cells, *gaps, f"{line['factor']:.3g}", line["reason"]])
-    return markdown(
-        ["workload", "steps", "start", "level", "fixed", "read off", "real", "factor", "reason"],
-        rows,
-    )
+    return markdown(heads, rows)
 
 
 EXPERIMENT = Experiment(

@@ -1,21 +1,17 @@
 """The tables of the evidence and of docs/results.md, from the lines in the repository.
 
-    python -m benchmarks.evidence.auto_report [--write]
-
-``--write`` puts them into docs/evidence/autolr.md, docs/evidence/replicas.md and docs/results.md,
-each between two comments that have its name.
+python -m benchmarks.evidence.auto_report [--write]
 """
 
 from __future__ import annotations
 
-import argparse
-import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from itertools import product
 from statistics import fmean
 from typing import Any
 
-from ..tables import grouped, percent, spaced, table, written
+from ..harness import parser_of
+from ..tables import gap, grouped, percent, reached, show, spaced, table
 from . import (
     auto,
     first_tries,
@@ -30,7 +26,7 @@ from . import (
     seconds,
     several,
 )  # fmt: skip
-from .ablation import FRESH, LONG, OFTEN, ablation, halves
+from .ablation import FRESH, LONG, OFTEN, ablation, halves, trials_of
 from .auto import NEAR, Compared, compared, drawn, of_length
 from .experiment import Record
 from .workloads import CHANGING, FIELDS, FROM_ZERO, MISLEADING, NOT_TO_ZERO, TEST, WORKLOADS
@@ -68,10 +64,8 @@ def counted(kinds: Mapping[str, Sequence[Compared]]) -> str:
     for name, runs in kinds.items():
         free, trial = (_level(runs, level) for level in LEVELS)
         if most := max(free, trial, key=len):
-            gaps = [
-                [run.fixed for run in most],
-                *([run.auto for run in of] for of in (free, trial)),
-            ]
+            of_auto = ([run.auto for run in of] for of in (free, trial))
+            gaps = [[run.fixed for run in most], *of_auto]
             harms = [[run.auto - run.fixed for run in of] for of in (free, trial)]
             rows.append([
                 name, len(most), *(f"{fmean(of):.1f}" if of else "" for of in gaps),
@@ -88,9 +82,8 @@ def real_and_read_off(runs: Sequence[Compared]) -> str:
     for level in LEVELS:
         these = [run for run in _level(runs, level) if run.real is not None]
         if these:
-            gaps = (
-                fmean(getattr(run, of) for run in these) for of in ("fixed", "read_off", "auto")
-            )
+            ends = ("fixed", "read_off", "auto")
+            gaps = (fmean(getattr(run, end) for run in these) for end in ends)
             differences = sorted(abs(run.auto - run.read_off) for run in these)
             worse = sum(run.auto - run.fixed > NEAR for run in these)
             means = [*map(percent, gaps), percent(differences[len(differences) // 2])]
@@ -122,9 +115,8 @@ def repeated(records: Sequence[Record]) -> str:
     for start, name in STARTS.items():
         whole = [of for of in cells if all((start, level) in of["best"] for level in levels)]
         if whole:
-            gaps = {
-                (b, level): [of[b][start, level] for of in whole] for b in by for level in levels
-            }
+            pairs = product(by, levels)
+            gaps = {(b, level): [of[b][start, level] for of in whole] for b, level in pairs}
             means = [percent(fmean(values)) for values in gaps.values()]
             pairs = zip(gaps["best", "trial"], gaps["best", "fixed"], strict=True)
             worst = percent(max(0.0, *(a - b for a, b in pairs)))
@@ -136,14 +128,10 @@ def repeated(records: Sequence[Record]) -> str:
 
 def _gaps(lines: Sequence[Record], by: str) -> dict[tuple[int, str], float]:
     """By start and level."""
-    reached = {
-        (line["exponent"], line["level"]): min(
-            line[by] if line[by] is not None else math.inf, line["untrained"]
-        )
-        for line in lines
-    }
-    best, untrained = min(reached.values()), lines[0]["untrained"]
-    return {cell: 100 * (loss - best) / (untrained - best) for cell, loss in reached.items()}
+    untrained = lines[0]["untrained"]
+    ends = {(one["exponent"], one["level"]): reached(one[by], one["untrained"]) for one in lines}
+    best = min(ends.values())
+    return {cell: gap(loss, best, untrained) for cell, loss in ends.items()}
 
 
 def by_workload(runs: Sequence[Compared]) -> str:
@@ -169,12 +157,8 @@ def workloads() -> str:
 def report() -> dict[str, str]:
     """Tables by name."""
     records, fixed = auto.EXPERIMENT.read(), fixed_rates.EXPERIMENT.read()
-    trials = [
-        line
-        for line in records
-        if line["trial"] is not None and not line["whole"] and line["steps"] == LONG
-    ]
-    others = [of_length(line, steps) for line in trials for steps in OTHER]
+    long_trials = (x for x in trials_of(records) if x["steps"] == LONG)
+    others = [of_length(line, steps) for line in long_trials for steps in OTHER]
     runs = compared([*records, *others], fixed)
 
     def of(group: object, among: Sequence[Compared] = runs) -> list[Compared]:
@@ -220,17 +204,7 @@ def report() -> dict[str, str]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", action="store_true")
-    options = parser.parse_args(arguments)
-    found = report()
-    for path in map(Path, PAGES if options.write else ()):
-        path.write_text(written(path.read_text(encoding="utf-8"), found), encoding="utf-8")
-    print("\n".join(f"## {name}\n\n{one}" for name, one in found.items()), end="")
-
-
 if __name__ == "__main__":
-    main()
+    parser = parser_of(__doc__, writes=False)
+    parser.add_argument("--write", action="store_true", help=f"into {', '.join(PAGES)}")
+    show(report(), PAGES if parser.parse_args().write else ())

@@ -7,7 +7,6 @@ and started.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import os
@@ -20,10 +19,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-from ..harness import emit
+from ..harness import emit, parser_of
+from ..tables import read
 
 FOLDER = "benchmarks/results/evidence"
 Record = dict[str, Any]
@@ -78,28 +77,20 @@ class Experiment:
         return read(self.results)
 
     def parser(self) -> argparse.ArgumentParser:
-        made = argparse.ArgumentParser(
-            description=self.doc, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        made = parser_of(self.doc, writes=False)
         for column in self.columns:
-            kind = type(column.values[0])
+            values = list(column.values)
+            usual = f"by default {len(values)}: {', '.join(map(str, values[:9]))}"
+            how = {"nargs": "+", "type": type(values[0]), "metavar": column.name.upper()}
             made.add_argument(
-                f"--{column.plural}",
-                nargs="+",
-                type=kind,
-                choices=column.choices,
-                default=list(column.values),
-                metavar=column.name.upper(),
-                help=f"by default {len(column.values)}: {', '.join(map(str, column.values[:9]))}",
+                f"--{column.plural}", default=values, choices=column.choices, help=usual, **how
             )
         made.add_argument("--seeds", type=int, default=self.seeds, help="how many")
-        made.add_argument(
-            "--jobs", type=int, default=self.jobs, help="processes of one thread; 0: in this one"
-        )
+        one_thread = "processes of one thread; 0: in this one"
+        made.add_argument("--jobs", type=int, default=self.jobs, help=one_thread)
         made.add_argument("--quick", action="store_true", help="checks the machinery")
-        made.add_argument(
-            "--json", help=f"read and appended to; default {self.results}, with --quick none"
-        )
+        appended = f"read and appended to; default {self.results}, with --quick none"
+        made.add_argument("--json", help=appended)
         return made
 
     def parsed(
@@ -183,10 +174,3 @@ def _one_thread() -> None:
 def finite(loss: float) -> float | None:
     """JSON has no infinity."""
     return loss if math.isfinite(loss) else None
-
-
-def read(path: str | None) -> list[Record]:
-    """The lines of a results file; none if there is no file yet."""
-    if not path or not Path(path).exists():
-        return []
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]

@@ -1,8 +1,7 @@
 """What newcomers try first, with the default settings: does AutoLR help a wrong rate, or harm a
 good one?
 
-    python -m benchmarks.evidence.first_tries [--workloads digits-mlp ...]
-        [--levels fixed trial free] [--jobs 2] [--json FILE]
+    python -m benchmarks.evidence.first_tries [--workloads digits-mlp ...] [--levels fixed ...]
 
 Each try is trained at 1/100, 1/10, 1, 10 and 100 times the rate that one would write first, at that
 fixed rate and with AutoLR (a closure) from there. Printed is the gap to the best of all these runs,
@@ -25,7 +24,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import hdet
 
-from ..tables import grouped
+from ..tables import gap, grouped
 from ..tables import table as markdown
 from .experiment import Column, Experiment, Record
 from .workloads.kit import encoder, mlp
@@ -176,7 +175,7 @@ def run(workload: str, start: float, level: str, seed: int) -> Record:
     auto = ensemble = None
     if level != "fixed":
         auto = hdet.AutoLR(model)
-        ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=steps, controller=auto)
+        ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=steps, search=auto)
     generator, losses = torch.Generator().manual_seed(1), list[float]()
 
     def validate() -> float:
@@ -217,17 +216,16 @@ def table(records: Sequence[Record]) -> str:
     for name, lines in grouped(records, "workload").items():
         best, untrained = min(line["best"] for line in lines), lines[0]["untrained"]
         for line in lines:
-            gap = 100 * (line["best"] - best) / (untrained - best)
-            gaps[name, line["start"], line["level"]] = gap
+            gaps[name, line["start"], line["level"]] = gap(line["best"], best, untrained)
     levels = [level for level in ("trial", "free") if any(cell[2] == level for cell in gaps)]
     starts = sorted({start for _, start, _ in gaps})
     rows, said = [], []
     for name in dict.fromkeys(name for name, _, _ in gaps):
         of = ([gaps.get((name, start, level)) for level in ("fixed", *levels)] for start in starts)
-        shown = [[f"{gap:.1f}" for gap in cell if gap is not None] for cell in of]
+        shown = [[f"{one:.1f}" for one in cell if one is not None] for cell in of]
         rows.append([name, *map(" → ".join, shown)])
     for level in levels:
-        pairs = [(gaps[n, s, "fixed"], gap) for (n, s, of), gap in gaps.items() if of == level]
+        pairs = [(gaps[n, s, "fixed"], one) for (n, s, of), one in gaps.items() if of == level]
         poor = [auto for fixed, auto in pairs if fixed > POOR]
         harmed = [auto - fixed for fixed, auto in pairs if auto - fixed > WORSE]
         said.append(

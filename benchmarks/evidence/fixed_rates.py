@@ -2,8 +2,6 @@
 lengths, each with a schedule of its own.
 
     python -m benchmarks.evidence.fixed_rates [--workloads llama-bytes ...] [--lengths 60 ... 10000]
-                                              [--exponents -6 ... 6] [--seeds 1] [--jobs 2]
-                                              [--quick] [--json FILE]
 
 Rates are 2^exponent times the one that people would write first. A short run with its own warm-up
 and fall is what an annealed trial is; so the same table tells what trials would have said, and what
@@ -13,44 +11,30 @@ was right for the whole run. From its curves of 10 000 steps other benchmarks re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache
 from statistics import fmean
 
 from torch import nn
 
-from ..tables import crossed, grouped, spaced
+from ..tables import crossed, grouped, reached, spaced
 from .experiment import Column, Experiment, Record
 from .problems import Problem
-from .training import Parts, scheduled, train
-from .workloads import DEVELOPMENT, OPTIMIZERS, SCHEDULES, WORKLOADS
+from .training import Parts, scheduled, train, untrained
+from .workloads import DEVELOPMENT, WORKLOADS
 
 
 def run(workload: str, exponent: int, seed: int, steps: int) -> Record:
     chosen = WORKLOADS[workload]
-    rate = chosen.rate * 2.0**exponent
 
-    def build(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
-        optimizer = OPTIMIZERS[chosen.optimizer](problem.groups(model), rate)
-        return scheduled(problem, model, optimizer, SCHEDULES[chosen.schedule](optimizer, steps))
+    def build(problem: Problem, model: nn.Module, exponent: float, seed: int) -> Parts:
+        optimizer = chosen.optimizer_for(model, exponent)
+        return scheduled(problem, model, optimizer, chosen.scheduler_for(optimizer, steps))
 
-    outcome = train(replace(chosen.problem, steps=steps), build, rate, seed)
+    outcome = train(chosen.lasting(steps), build, exponent, seed)
     return {
-        "rate": rate,
+        "rate": chosen.rate * 2.0**exponent,
         "validation": outcome["validation"],
-        "untrained": untrained(workload, seed),
+        "untrained": untrained(chosen.problem, seed),
     }
-
-
-@cache
-def untrained(workload: str, seed: int) -> float:
-    problem = WORKLOADS[workload].problem
-    return problem.validate(problem.build(seed))
-
-
-def reached(loss: float | None, untrained: float) -> float:
-    """The final loss; a run that broke, or got worse, counts as untrained."""
-    return untrained if loss is None else min(loss, untrained)
 
 
 def table(records: Sequence[Record]) -> str:

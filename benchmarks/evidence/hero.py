@@ -2,7 +2,6 @@
 people use today (the "hero figure").
 
     python -m benchmarks.evidence.hero [--problems cnn-digits ...] [--methods onecycle ...]
-        [--exponents -8 ... 6] [--seeds 5] [--jobs 2] [--quick] [--json FILE]
 
 Each method first looks for its own best rate on a grid of powers of 2, then runs from 2^exponent
 times it; HDET starts from that of the schedule which it steers. Same steps, mini-batches and seeds
@@ -14,17 +13,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from importlib.metadata import version
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
-from ..tables import grouped, mean, table
+from ..tables import grouped, mean, reached, table
 from . import peers, replicated
 from .experiment import Column, Experiment, Record, Task
 from .problems import PROBLEMS
-from .training import Build, train
+from .training import Build, train, untrained
 
 
 @dataclass(frozen=True)
@@ -72,21 +71,14 @@ def run(problem: str, method: str, exponent: int, rate: float, seed: int, steps:
     return {
         **outcome,
         "copies": chosen.copies,
-        "untrained": untrained(problem, seed),
+        "untrained": untrained(PROBLEMS[problem], seed),
         "version": chosen.package and f"{chosen.package} {version(chosen.package)}",
     }
 
 
-@cache
-def untrained(problem: str, seed: int) -> float:
-    """What a run that crashed is counted as."""
-    return PROBLEMS[problem].validate(PROBLEMS[problem].build(seed))
-
-
 def score(record: Record) -> float:
     """Held-out loss in nats; an untrained model's if the run crashed or ended above it."""
-    loss = record["validation"]
-    return float(record["untrained"] if loss is None else min(loss, record["untrained"]))
+    return float(reached(record["validation"], record["untrained"]))
 
 
 # -- the best rate ---------------------------------------------------------------------------------
@@ -99,12 +91,9 @@ def find_seeds(problem: str) -> tuple[int, ...]:
 
 def means(records: Sequence[Record], problem: str, method: str, steps: int) -> dict[int, float]:
     """Exponent of the search grid -> mean score, where all seeds are there."""
-    searched = [
-        line
-        for line in records
-        if (line["benchmark"], line["problem"], line["method"], line["steps"])
-        == ("hero-find", problem, method, steps)
-    ]
+    wanted = ("hero-find", problem, method, steps)
+    names = ("benchmark", "problem", "method", "steps")
+    searched = [line for line in records if tuple(line[name] for name in names) == wanted]
     return {
         exponent: fmean(map(score, lines))
         for exponent, lines in grouped(searched, "exponent").items()
@@ -161,13 +150,9 @@ def find(options: argparse.Namespace) -> list[Record]:
         done += EXPERIMENT.complete(tasks, options)
 
 
-def _task(
-    benchmark: str, problem: str, method: str, exponent: int, rate: float, seed: int, steps: int
-) -> Task:
-    return {
-        "benchmark": benchmark, "problem": problem, "method": method, "exponent": exponent,
-        "rate": rate, "seed": seed, "steps": steps,
-    }  # fmt: skip
+def _task(*of: Any) -> Task:
+    names = ("benchmark", "problem", "method", "exponent", "rate", "seed", "steps")
+    return dict(zip(names, of, strict=True))
 
 
 def grid(options: argparse.Namespace, records: Sequence[Record]) -> Iterator[Task]:
@@ -175,12 +160,10 @@ def grid(options: argparse.Namespace, records: Sequence[Record]) -> Iterator[Tas
     for task in EXPERIMENT.tasks(options):
         problem, method, e, seed = (task[k] for k in ("problem", "method", "exponent", "seed"))
         if seed < 3 or problem != "gpt-python":
-            steps = QUICK if options.quick else PROBLEMS[problem].steps
-            known = (
-                METHODS[method].start
-                if options.quick
-                else best_rate(records, problem, method, steps)
-            )
+            steps, known = QUICK, METHODS[method].start
+            if not options.quick:
+                steps = PROBLEMS[problem].steps
+                known = best_rate(records, problem, method, steps)
             yield _task("hero", problem, method, e, known * 2.0**e, seed, steps)
 
 

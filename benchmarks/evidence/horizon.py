@@ -1,8 +1,7 @@
 """The horizon: how long must a cycle be, and at which weights must replicas be scored, for the
 probe to find the rate of the whole run?
 
-    python -m benchmarks.evidence.horizon [--problems cnn-digits ...] [--exponents -4 0 4]
-        [--intervals 0.002 ... 0.1] [--seeds 3] [--jobs 2] [--quick] [--json FILE]
+    python -m benchmarks.evidence.horizon [--problems cnn-digits ...] [--intervals 0.002 ... 0.1]
 
 Four co-resident replicas under a ProbeController, cycles of 0.2 % to 10 % of the run; replicas are
 scored at the average of their weights over the cycle, or greedily at their last weights. All else
@@ -27,7 +26,7 @@ from .experiment import Column, Experiment, Record, Task
 from .peers import wsd
 from .problems import PROBLEMS, Problem
 from .replicated import probe, replicated
-from .training import Parts, train
+from .training import Parts, train, untrained
 
 AVERAGED, LAST, FIXED = "averaged", "last", "fixed"
 NAMES = {AVERAGED: "averaged weights", LAST: "last weights", FIXED: "fixed schedule"}
@@ -57,7 +56,7 @@ def run(
         **outcome,
         "correction": controllers[0].correction if controllers else 1.0,
         "votes": controllers[0].votes if controllers else [],
-        "untrained": hero.untrained(problem, seed),
+        "untrained": untrained(PROBLEMS[problem], seed),
     }
 
 

@@ -1,9 +1,7 @@
 """Local gradients with an outer step (DiLoCo): all workers at one inner rate, or each at its own;
 and the rate found from what they show.
 
-    python -m benchmarks.evidence.outer [--workloads cnn-digits ...] [--methods ...] [--starts -2 0
-                                        2] [--steps 2000] [--seeds 1] [--jobs 1] [--quick] [--json
-                                        FILE]
+    python -m benchmarks.evidence.outer [--workloads cnn-digits ...] [--methods local ...]
 
 Four gloo processes, each on a quarter of the batch, averaged every `INTERVAL` steps. Starts are
 exponents of 2 times the rate that people would write first. The table has the final held-out loss.
@@ -17,7 +15,6 @@ exponents of 2 times the rate that people would write first. The table has the f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import hdet
 from hdet.converge import Outer, Plain
@@ -27,8 +24,8 @@ from ..tables import grouped
 from ..tables import table as markdown
 from .experiment import Column, Experiment, Record, finite
 from .problems import Batch
-from .training import in_parts
-from .workloads import OPTIMIZERS, SCHEDULES, WORKLOADS
+from .training import on_ranks
+from .workloads import WORKLOADS
 
 WORKERS, INTERVAL, SPREAD, CHUNKS = 4, 50, 0.3, 8
 METHODS = ("local", "diloco", "spread", "probe")
@@ -39,9 +36,9 @@ def worker(
 ) -> tuple[float, float]:
     """(held-out loss, correction of the base value) after a run, the same on all ranks."""
     chosen = WORKLOADS[workload]
-    problem = replace(chosen.problem, steps=steps)
+    problem = chosen.lasting(steps)
     model = problem.build(seed)
-    optimizer = OPTIMIZERS[chosen.optimizer](problem.groups(model), chosen.rate * 2.0**exponent)
+    optimizer = chosen.optimizer_for(model, exponent)
 
     def common(cycle: int) -> list[Batch]:
         step, several = (cycle + 1) * INTERVAL, CHUNKS // world
@@ -51,21 +48,17 @@ def worker(
     probe = hdet.ProbeController(
         lambda net, batch: problem.losses(net, batch).mean(), common, chunks=CHUNKS, model=model
     )
+    average = Plain() if method == "local" else Outer()
     ensemble = hdet.Ensemble(
         optimizer,
-        SCHEDULES[chosen.schedule](optimizer, steps),
+        chosen.scheduler_for(optimizer, steps),
         total_steps=steps,
         controller=probe if method == "probe" else None,
         seed=seed,
         knobs=[hdet.LearningRate(SPREAD if method in ("spread", "probe") else 0.0)],
-        sync=hdet.Sync(
-            INTERVAL,
-            converge=Plain() if method == "local" else Outer(),
-            gradients="local",
-            moments="keep",
-        ),
+        sync=hdet.Sync(INTERVAL, converge=average, gradients="local", moments="keep"),
     )
-    loss = in_parts(problem, model, optimizer, ensemble, seed, rank, world)
+    loss = on_ranks(problem, model, optimizer, ensemble, seed, rank, world)
     return loss, ensemble.corrections["lr"]
 
 

@@ -2,7 +2,6 @@
 and what the controller does with four groups.
 
     python -m benchmarks.evidence.paper [--methods full ...] [--factors 1 8 ...] [--seeds 10]
-    [--jobs 2] [--quick] [--json FILE]
 
 N = 8 replicas, spread 1/9, AdamW, one pass, the same interactions for all. The best rate of the
 baseline is looked for first, then everything runs at ``factors`` times it. Runs that are in the

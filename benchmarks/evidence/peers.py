@@ -53,13 +53,9 @@ def schedule_free(
         optimizer.eval()
         return model
 
-    return Parts(
-        optimizer,
-        Plain(problem, model),
-        rate=lambda: optimizer.param_groups[0]["scheduled_lr"],
-        final=final,
-        resume=optimizer.train,
-    )
+    rate = lambda: optimizer.param_groups[0]["scheduled_lr"]
+    of = {"rate": rate, "final": final, "resume": optimizer.train}
+    return Parts(optimizer, Plain(problem, model), **of)
 
 
 def prodigy(problem: Problem, model: nn.Module, rate: float, seed: int, d0: float = 1e-6) -> Parts:
@@ -68,9 +64,8 @@ def prodigy(problem: Problem, model: nn.Module, rate: float, seed: int, d0: floa
     from prodigyopt import Prodigy
 
     optimizer = Prodigy(problem.groups(model), lr=rate, betas=BETAS, d0=d0)
-    return scheduled(
-        problem, model, optimizer, CosineAnnealingLR(optimizer, problem.steps), found="d"
-    )
+    schedule = CosineAnnealingLR(optimizer, problem.steps)
+    return scheduled(problem, model, optimizer, schedule, found="d")
 
 
 def prodigy_d0(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
@@ -84,9 +79,8 @@ def dadapt(problem: Problem, model: nn.Module, rate: float, seed: int, d0: float
     from dadaptation import DAdaptAdam
 
     optimizer = DAdaptAdam(problem.groups(model), lr=rate, betas=BETAS, decouple=True, d0=d0)
-    return scheduled(
-        problem, model, optimizer, one_cycle_schedule(optimizer, problem.steps), found="d"
-    )
+    schedule = one_cycle_schedule(optimizer, problem.steps)
+    return scheduled(problem, model, optimizer, schedule, found="d")
 
 
 def dadapt_d0(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:

@@ -1,8 +1,7 @@
 """AutoLR's trial on N ranks: arms that are spread over the replicas, beside arms that all of them
 train.
 
-    python -m benchmarks.evidence.ranks [--workloads mlp-friedman ...] [--counts 2 4 8] [--jobs 1]
-        [--quick] [--json FILE]
+    python -m benchmarks.evidence.ranks [--workloads mlp-friedman ...] [--counts 2 4 8]
 
 N gloo processes with DistributedDataParallel, each with an N-th of every batch. *Beside*: all ranks
 train every arm on the whole batch, as one process would. *Spread* (``spread_arms=True``): each
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import mean
 from typing import Any
@@ -30,7 +28,7 @@ from ..tables import percent
 from ..tables import table as markdown
 from . import auto, fixed_rates
 from .experiment import Column, Experiment, Record
-from .workloads import OPTIMIZERS, SCHEDULES, WORKLOADS
+from .workloads import WORKLOADS
 
 STEPS, STARTS = 10_000, (-4, 0, 4)
 WAYS = {"beside": False, "spread": True}
@@ -54,13 +52,12 @@ def worker(
 
 def search(rank: int, world: int, workload: str, exponent: int, spread: bool) -> Record:
     chosen = WORKLOADS[workload]
-    problem = replace(chosen.problem, steps=STEPS)
-    model = problem.build(0)
-    optimizer = OPTIMIZERS[chosen.optimizer](problem.groups(model), chosen.rate * 2.0**exponent)
+    problem, model = chosen.problem, chosen.problem.build(0)
+    optimizer = chosen.optimizer_for(model, exponent)
     parallel = DistributedDataParallel(model)
-    controller = hdet.AutoLR(parallel, spread_arms=spread)
-    scheduler = SCHEDULES[chosen.schedule](optimizer, STEPS)
-    ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=STEPS, controller=controller)
+    auto_lr = hdet.AutoLR(parallel, spread_arms=spread)
+    scheduler = chosen.scheduler_for(optimizer, STEPS)
+    ensemble = hdet.Ensemble(optimizer, scheduler, total_steps=STEPS, search=auto_lr)
     torch.manual_seed(1000 + rank)  # each draws its own noise, and drops its own units
     for step in range(STEPS):
         batch = tuple(column[rank::world] for column in problem.batch(0, step))
@@ -69,14 +66,12 @@ def search(rank: int, world: int, workload: str, exponent: int, spread: bool) ->
         optimizer.step()
         optimizer.zero_grad()
         ensemble.step(loss, closure=partial(problem.losses, parallel, batch))
-        if controller.done:
+        if auto_lr.done:
             break
-    interval = controller.interval
+    interval = auto_lr.interval
     assert interval is not None
-    factor = interval.suggestion / interval.rate
-    return {
-        "exponent": exponent, "factor": factor, "reason": interval.reason, "cost": controller.cost
-    }  # fmt: skip
+    found = {"factor": interval.suggestion / interval.rate, "reason": interval.reason}
+    return {"exponent": exponent, **found, "cost": auto_lr.cost}
 
 
 def run(workload: str, count: int, way: str, seed: int) -> Record:

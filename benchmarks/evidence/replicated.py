@@ -18,15 +18,9 @@ REPLICAS, SPREAD, INTERVALS, CHUNKS = 4, 0.3, 20, 8
 
 
 def hdet_softmax(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
-    return replicated(
-        problem,
-        model,
-        rate,
-        seed,
-        lambda probed: hdet.SoftmaxController(decay=None),
-        warmup=WARMUP,
-        schedule=one_cycle_schedule,
-    )
+    softmax = lambda probed: hdet.SoftmaxController(decay=None)
+    of = {"warmup": WARMUP, "schedule": one_cycle_schedule}
+    return replicated(problem, model, rate, seed, softmax, **of)
 
 
 def probe(
@@ -41,7 +35,8 @@ def probe(
     """On `CHUNKS` mini-batches of a replica's size, of data of the day that no step trains on.
 
     ``length``: steps of a cycle; ``kind``: its class; ``settings``: further ones of the
-    controller."""
+    controller.
+    """
 
     def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
         losses = problem.losses(model, batch)
@@ -49,12 +44,9 @@ def probe(
         return losses.mean()
 
     def batches(cycle: int) -> list[Batch]:
-        step = (cycle + 1) * length
-        return [
-            part
-            for i in range(CHUNKS // REPLICAS)
-            for part in parts(problem.spare(seed, step, 2 * cycle + i))
-        ]
+        numbers = range(2 * cycle, 2 * cycle + CHUNKS // REPLICAS)
+        whole = [problem.spare(seed, (cycle + 1) * length, number) for number in numbers]
+        return [part for batch in whole for part in parts(batch)]
 
     return kind(loss_fn, batches, chunks=CHUNKS, model=model, **settings)
 
@@ -71,8 +63,7 @@ def replicated(
     schedule: Schedule = wsd_schedule,
 ) -> Parts:
     """``controller`` is given the list in which it counts the examples it scores; ``warmup``: part
-    of the run in which it may not act;
-    ``interval``: steps of a cycle."""
+    of the run in which it may not act; ``interval``: steps of a cycle."""
     probed: list[int] = []
     optimizer = hdet.FusedAdamW(problem.groups(model), lr=rate, betas=BETAS)
     replicas = hdet.CoresidentReplicas(model, REPLICAS)
@@ -80,11 +71,11 @@ def replicated(
         optimizer,
         schedule(optimizer, problem.steps),
         total_steps=problem.steps,
+        controller=controller(probed),
         knobs=[hdet.LearningRate(SPREAD)],
         replicas=replicas,
         sync=hdet.Sync(interval or max(1, problem.steps // INTERVALS)),
         warmup_steps=round(warmup * problem.steps),
-        controller=controller(probed),
         seed=seed,
     )
 

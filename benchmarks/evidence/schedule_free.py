@@ -1,7 +1,6 @@
 """AutoLR over FusedScheduleFreeAdamW beside fixed rates, from 1/32 to 32 times the best one.
 
     python -m benchmarks.evidence.schedule_free [--workloads mlp-friedman ...] [--steps 2000]
-        [--jobs 2] [--quick] [--json FILE]
 
 Rates are 2^exponent times 0.01. Held-out losses are those of the average, after ``eval()``.
 """
@@ -17,13 +16,11 @@ from torch import nn
 
 import hdet
 
-from ..tables import grouped
+from ..tables import gap, grouped, percent, reached
 from ..tables import table as markdown
-from . import fixed_rates
-from .auto import controller_of, parts_of
 from .experiment import Column, Experiment, Record
 from .problems import Problem
-from .training import Parts, train
+from .training import Parts, search_of, train, untrained, with_ensemble
 from .workloads import WORKLOADS
 
 RATE, FAR = 0.01, 5
@@ -33,7 +30,8 @@ LEVELS = {"fixed": "fixed rate", "trial": "AutoLR"}
 
 def build(level: str, problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
     optimizer = hdet.FusedScheduleFreeAdamW(problem.groups(model), lr=rate)
-    parts, _ = parts_of(problem, model, optimizer, None, controller_of(level, model), seed)
+    search = search_of(level, model)
+    parts, _ = with_ensemble(problem, model, optimizer, None, search, seed)
 
     def final() -> nn.Module:
         optimizer.eval()
@@ -43,29 +41,24 @@ def build(level: str, problem: Problem, model: nn.Module, rate: float, seed: int
 
 
 def run(workload: str, level: str, exponent: int, seed: int, steps: int) -> Record:
-    problem = replace(WORKLOADS[workload].problem, steps=steps)
-    outcome = train(problem, partial(build, level), RATE * 2.0**exponent, seed)
-    return {**outcome, "untrained": fixed_rates.untrained(workload, seed)}
+    chosen = WORKLOADS[workload]
+    outcome = train(chosen.lasting(steps), partial(build, level), RATE * 2.0**exponent, seed)
+    return {**outcome, "untrained": untrained(chosen.problem, seed)}
 
 
 def table(records: Sequence[Record]) -> str:
     """Gaps to the best fixed rate, in percent of what that one learns."""
     rows = []
     for workload, lot in grouped(records, "workload").items():
-        untrained = lot[0]["untrained"]
-        ends = {
-            (r["level"], r["exponent"]): fixed_rates.reached(r["validation"], untrained)
-            for r in lot
-        }
+        worst = lot[0]["untrained"]
+        ends = {(r["level"], r["exponent"]): reached(r["validation"], worst) for r in lot}
         best, place = min((end, place) for (level, place), end in ends.items() if level == "fixed")
-        gaps = {key: 100 * (end - best) / (untrained - best) for key, end in ends.items()}
+        gaps = {key: gap(end, best, worst) for key, end in ends.items()}
         for level, name in LEVELS.items():
-            near = [gap for (of, e), gap in gaps.items() if of == level and abs(e - place) <= FAR]
+            near = [one for (of, e), one in gaps.items() if of == level and abs(e - place) <= FAR]
             row = [gaps.get((level, place + off)) for off in (-FAR, 0, FAR)]
-            cells = [
-                "" if gap is None else f"{round(gap, 1) + 0.0:.1f} %"
-                for gap in (*row, max(near), fmean(near))
-            ]
+            shown = (*row, max(near), fmean(near))
+            cells = ["" if one is None else percent(round(one, 1) + 0.0) for one in shown]
             rows.append([workload, f"{RATE * 2.0**place:.2g}", name, *cells])
     far = 2**FAR
     starts = [f"from 1/{far}", "from the best", f"from {far} times"]

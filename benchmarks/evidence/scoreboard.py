@@ -2,7 +2,6 @@
 most?
 
     python -m benchmarks.evidence.scoreboard [--workloads vit-digits ...] [--methods autolr ...]
-        [--steps 10000] [--seeds 1] [--jobs 2] [--quick] [--json FILE]
 
 No method has a setting for a workload, and all begin at the rate that their framework or their
 README has as its default. The table has what is missing of (untrained - best) at the end.
@@ -13,7 +12,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -25,16 +23,14 @@ from torch.optim import Optimizer
 
 import hdet
 
-from ..tables import grouped
+from ..tables import gap, grouped, reached
 from ..tables import table as markdown
-from . import fixed_rates
-from .auto import controller_of, parts_of
 from .experiment import Column, Experiment, Record
 from .peers import prodigy
 from .peers import schedule_free as free_of_schedule
 from .problems import Problem
-from .training import Parts, Plain, scheduled, train
-from .workloads import SCHEDULES, WORKLOADS
+from .training import SCHEDULES, Parts, Plain, scheduled, search_of, train, untrained, with_ensemble
+from .workloads import WORKLOADS
 
 EIGHT = (
     "mlp-breast-cancer", "mlp-friedman", "cnn-digits", "gru-bytes", "recommender-clicks",
@@ -122,7 +118,7 @@ def auto(make: Make, problem: Problem, model: nn.Module, seed: int) -> Parts:
     """As `annealed`, with an AutoLR around it."""
     optimizer = make(problem, model)
     scheduler = SCHEDULES["cosine"](optimizer, problem.steps)
-    return parts_of(problem, model, optimizer, scheduler, controller_of("trial", model), seed)[0]
+    return with_ensemble(problem, model, optimizer, scheduler, search_of("trial", model), seed)[0]
 
 
 nadamw = of_groups(torch.optim.NAdam, lr=CALIBRATED, decoupled_weight_decay=True)
@@ -142,29 +138,28 @@ ENTRIES: dict[str, Build] = {
 
 
 def run(method: str, workload: str, seed: int, steps: int) -> Record:
-    problem = replace(WORKLOADS[workload].problem, steps=steps)
-    build = lambda problem, model, rate, seed: ENTRIES[method](problem, model, seed)
-    outcome = train(problem, build, 0.0, seed)
-    return {**outcome, "untrained": fixed_rates.untrained(workload, seed)}
+    chosen = WORKLOADS[workload]
+    build = lambda problem, model, start, seed: ENTRIES[method](problem, model, seed)
+    outcome = train(chosen.lasting(steps), build, 0.0, seed)
+    return {**outcome, "untrained": untrained(chosen.problem, seed)}
 
 
 def table(records: Sequence[Record]) -> str:
     """What is missing of the best, in percent of what that one learns, by workload."""
     methods = [name for name in ENTRIES if any(r["method"] == name for r in records)]
-    missing: dict[str, list[float]] = {method: [] for method in methods}
+    lacks: dict[str, list[float]] = {method: [] for method in methods}
     rows = []
     in_order = sorted(records, key=lambda record: methods.index(record["method"]))
     for (workload, _), lot in grouped(in_order, "workload", "seed").items():
-        untrained = lot[0]["untrained"]
-        ends = [fixed_rates.reached(record["validation"], untrained) for record in lot]
-        best = min(ends)
-        # if nobody has learned anything, all lack everything
-        lacks = [100 * (e - best) / (untrained - best) if best < untrained else 100 for e in ends]
-        for record, lack in zip(lot, lacks, strict=True):
-            missing[record["method"]].append(lack)
-        rows.append([workload, *(f"{lack:.1f}" for lack in lacks)])
+        worst = lot[0]["untrained"]
+        best = min(reached(record["validation"], worst) for record in lot)
+        for record in lot:
+            # if nobody has learned anything, all lack everything
+            lack = gap(record["validation"], best, worst) if best < worst else 100
+            lacks[record["method"]].append(lack)
+        rows.append([workload, *(f"{lacks[record['method']][-1]:.1f}" for record in lot)])
     for name, of in (("mean", fmean), ("worst", max)):
-        rows.append([f"*{name}*", *(f"**{of(missing[method]):.1f}**" for method in methods)])
+        rows.append([f"*{name}*", *(f"**{of(lacks[method]):.1f}**" for method in methods)])
     return markdown(["workload", *methods], rows)
 
 

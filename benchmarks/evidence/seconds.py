@@ -1,8 +1,7 @@
 """What AutoLR takes of the time: a run with it beside the same run with its fixed rate and the
 scheduler alone.
 
-    python -m benchmarks.evidence.seconds [--workloads llama-bytes ...] [--steps 10000] [--seeds 1]
-    [--quick] [--json FILE]
+    python -m benchmarks.evidence.seconds [--workloads llama-bytes ...] [--steps 10000]
 
 Both train in one process of one thread, `PIECE` steps at a time in turn, so that a busy machine
 slows both. ``added`` is what the whole run takes more, in percent: the trial, and what each step
@@ -14,18 +13,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 
 from ..tables import percent, spaced
 from ..tables import table as markdown
-from .auto import controller_of, parts_of
 from .experiment import Column, Experiment, Record
 from .problems import Problem
-from .training import Parts, scheduled
-from .workloads import OPTIMIZERS, SCHEDULES, WORKLOADS
+from .training import Parts, scheduled, search_of, with_ensemble
+from .workloads import WORKLOADS
 
 PIECE = 25
 
@@ -46,16 +43,14 @@ def run(workload: str, seed: int, steps: int) -> Record:
     """From the workload's usual rate."""
     torch.set_num_threads(1)
     chosen = WORKLOADS[workload]
-    problem = replace(chosen.problem, steps=steps)
+    problem = chosen.lasting(steps)
     models = [problem.build(seed) for _ in range(2)]
-    optimizers = [
-        OPTIMIZERS[chosen.optimizer](problem.groups(model), chosen.rate) for model in models
-    ]
-    schedulers = [SCHEDULES[chosen.schedule](optimizer, steps) for optimizer in optimizers]
-    fixed = scheduled(problem, models[0], optimizers[0], schedulers[0])
-    controller = controller_of("trial", models[1])
-    assert controller is not None
-    auto, ensemble = parts_of(problem, models[1], optimizers[1], schedulers[1], controller, seed)
+    optimizers = [chosen.optimizer_for(model) for model in models]
+    schedulers = [chosen.scheduler_for(optimizer, steps) for optimizer in optimizers]
+    plain, searching = zip(models, optimizers, schedulers, strict=True)
+    fixed, search = scheduled(problem, *plain), search_of("trial", models[1])
+    auto, ensemble = with_ensemble(problem, *searching, search, seed)
+    assert search is not None
     pieces = []
     for begin in range(0, steps, PIECE):
         piece, sides = range(begin, min(begin + PIECE, steps)), [fixed, auto]
@@ -68,24 +63,18 @@ def run(workload: str, seed: int, steps: int) -> Record:
         "step_ms": 1000 * alone / steps,
         "added_percent": 100 * (beside / alone - 1),
         "between_percent": 100 * (float(np.median(times[:, 1] / times[:, 0])) - 1),
-        "counted_percent": 100 * controller.cost / steps,
+        "counted_percent": 100 * search.cost / steps,
         "correction": ensemble.corrections["lr"],
     }
 
 
 def table(records: Sequence[Record]) -> str:
-    return markdown(
-        ["workload", "steps", "a step", "added", "a step after the trial", "counted"],
-        (
-            [
-                line["workload"],
-                spaced(line["steps"]),
-                f"{line['step_ms']:.1f} ms",
-                *(percent(line[f"{name}_percent"]) for name in ("added", "between", "counted")),
-            ]
-            for line in records
-        ),
-    )
+    def row(line: Record) -> list[object]:
+        cells = (percent(line[f"{name}_percent"]) for name in ("added", "between", "counted"))
+        return [line["workload"], spaced(line["steps"]), f"{line['step_ms']:.1f} ms", *cells]
+
+    heads = ["workload", "steps", "a step", "added", "a step after the trial", "counted"]
+    return markdown(heads, map(row, records))
 
 
 CHOSEN = ("llama-bytes", "resnet-digits-sgd", "tcn-bytes", "mlp-friedman")

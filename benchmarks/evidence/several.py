@@ -1,8 +1,7 @@
 """Several knobs at once, from usual values: one run of eight replicas against random search with as
 many examples.
 
-    python -m benchmarks.evidence.several [--workloads transformer-sorting ...] [--steps 6000]
-        [--replicas 8] [--seeds 1] [--jobs 1] [--quick] [--json FILE]
+    python -m benchmarks.evidence.several [--workloads transformer-sorting ...] [--replicas 8]
 
 The knobs are the rate, the decay, beta2, and the dropout rate of a model that has one. The table
 has held-out losses at the end:
@@ -32,7 +31,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 import hdet
 
@@ -40,8 +38,8 @@ from ..harness import spawn
 from ..tables import table as markdown
 from .experiment import Column, Experiment, Record, finite
 from .problems import Batch, Problem
-from .training import Parts, in_parts, scheduled, train
-from .workloads import SCHEDULES, WORKLOADS
+from .training import Parts, on_ranks, scheduled, train
+from .workloads import WORKLOADS
 from .workloads.kit import Draw
 
 INTERVAL, CHUNKS, VAL_BATCHES = 50, 8, 16
@@ -74,10 +72,6 @@ def val_batch(workload: str, seed: int, number: int) -> Batch:
     return chosen.problem.spare(seed, 0, number)
 
 
-def schedule(workload: str, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
-    return SCHEDULES[WORKLOADS[workload].schedule](optimizer, steps)
-
-
 # -- one run of several replicas -------------------------------------------------------------------
 
 
@@ -85,7 +79,7 @@ def replica(
     rank: int, world: int, workload: str, seed: int, steps: int, searches: bool
 ) -> tuple[float, Values]:
     """(held-out loss, values that were found), the same on all ranks."""
-    problem = replace(WORKLOADS[workload].problem, steps=steps)
+    problem = WORKLOADS[workload].lasting(steps)
     model, optimizer = made(problem, seed, USUAL)
     knobs: list[Any] = [hdet.LearningRate(SPREADS["lr"]), hdet.Betas(SPREADS["beta2"], which=[1])]
     if any(group["weight_decay"] for group in optimizer.param_groups):
@@ -97,23 +91,19 @@ def replica(
         first = VAL_BATCHES + CHUNKS * cycle
         return [val_batch(workload, seed, first + i) for i in range(CHUNKS)]
 
-    probe = hdet.ProbeController(
-        lambda net, batch: problem.losses(net, batch).mean(),
-        common,
-        chunks=CHUNKS,
-        model=model,
-        held_out=True,
-    )
+    of_batch = lambda net, batch: problem.losses(net, batch).mean()
+    probe = hdet.ProbeController(of_batch, common, chunks=CHUNKS, model=model, held_out=True)
     ensemble = hdet.Ensemble(
         optimizer,
-        schedule(workload, optimizer, steps),
+        WORKLOADS[workload].scheduler_for(optimizer, steps),
         total_steps=steps,
+        search=hdet.AutoLR(model) if searches else None,
+        controller=probe if searches else None,
         knobs=knobs if searches else [hdet.LearningRate(0.0)],
         seed=seed,
-        controller=hdet.SequentialController(hdet.AutoLR(model), probe) if searches else None,
         sync=hdet.Sync(INTERVAL, gradients="local", moments="keep"),
     )
-    loss = in_parts(problem, model, optimizer, ensemble, seed, rank, world)
+    loss = on_ranks(problem, model, optimizer, ensemble, seed, rank, world)
     return loss, {name: _moved(name, factor) for name, factor in ensemble.corrections.items()}
 
 
@@ -137,7 +127,7 @@ def drawn(workload: str, seed: int, number: int) -> Values:
 
 def alone(workload: str, seed: int, steps: int, values: Values) -> tuple[float, float]:
     """(loss by which trials are chosen, held-out loss) after a run of one replica."""
-    judged: list[float] = []
+    chosen, judged = WORKLOADS[workload], list[float]()
 
     def build(problem: Problem, model: nn.Module, rate: float, seed: int) -> Parts:
         model, optimizer = made(problem, seed, values)
@@ -149,11 +139,10 @@ def alone(workload: str, seed: int, steps: int, values: Values) -> tuple[float, 
                 judged.append(fmean(problem.losses(model, x).mean().item() for x in batches))
             return model
 
-        parts = scheduled(problem, model, optimizer, schedule(workload, optimizer, steps))
+        parts = scheduled(problem, model, optimizer, chosen.scheduler_for(optimizer, steps))
         return replace(parts, final=final)
 
-    problem = replace(WORKLOADS[workload].problem, steps=steps)
-    loss = train(problem, build, values["lr"], seed)["validation"]
+    loss = train(chosen.lasting(steps), build, values["lr"], seed)["validation"]
     return (math.inf, math.inf) if loss is None else (judged[0], loss)
 
 

@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ class Parts:
 
 
 Build = Callable[[Problem, nn.Module, float, int], Parts]
-"""(problem, fresh model, rate, seed)"""
+"""(problem, fresh model, rate or another start, seed)"""
 Watch = Callable[[int, Callable[[], float]], object]
 """Called before each step with its number, and a function that validates."""
 
@@ -63,7 +63,7 @@ Watch = Callable[[int, Callable[[], float]], object]
 def train(
     problem: Problem,
     build: Build,
-    rate: float,
+    start: float,
     seed: int,
     watch: Watch = lambda step, validate: None,
 ) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def train(
     """
     model = problem.build(seed)
     with contextlib.redirect_stdout(io.StringIO()):  # some peers print when they are made
-        parts = build(problem, model, rate, seed)
+        parts = build(problem, model, start, seed)
     rates: list[float] = []
     validation = math.nan
 
@@ -111,7 +111,13 @@ class _Crashed(Exception):
     """The loss is not finite."""
 
 
-def in_parts(
+@cache
+def untrained(problem: Problem, seed: int) -> float:
+    """The held-out loss before the first step."""
+    return problem.validate(problem.build(seed))
+
+
+def on_ranks(
     problem: Problem,
     model: nn.Module,
     optimizer: Optimizer,
@@ -157,8 +163,88 @@ class Plain:
         return self.loss
 
 
+def with_ensemble(
+    problem: Problem,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None,
+    search: hdet.AutoLR | None = None,
+    seed: int = 0,
+) -> tuple[Parts, hdet.Ensemble]:
+    """A training loop whose closure has the losses of the batch."""
+    ensemble = hdet.Ensemble(
+        optimizer, scheduler, total_steps=problem.steps, search=search, seed=seed
+    )
+    backward = Plain(problem, model)
+
+    def after(batch: Batch) -> None:
+        ensemble.step(backward.loss, closure=lambda: problem.losses(model, batch))
+
+    rate = lambda: float(optimizer.param_groups[0]["lr"])
+    parts = Parts(optimizer, backward, after, rate, heals=True, crashes=(hdet.ReplicasDiverged,))
+    return parts, ensemble
+
+
+def search_of(level: str, model: nn.Module) -> hdet.AutoLR | None:
+    """``level``: "trial", "free" or "fixed"."""
+    if level == "fixed":
+        return None
+    return hdet.AutoLR(model, budget=0.0 if level == "free" else None)
+
+
 Schedule = Callable[[Optimizer, int], LRScheduler]
 """(optimizer, steps); its peak is the optimizer's rate"""
+
+
+OPTIMIZERS: dict[str, Callable[[Any, float], Optimizer]] = {
+    "adamw-0.999": lambda groups, rate: hdet.FusedAdamW(groups, lr=rate, betas=(0.9, 0.999)),
+    "adamw-0.95": lambda groups, rate: hdet.FusedAdamW(groups, lr=rate, betas=(0.9, 0.95)),
+    "sgd": lambda groups, rate: hdet.FusedSGD(groups, lr=rate, momentum=0.9),
+    "lion": lambda groups, rate: hdet.FusedLion(groups, lr=rate),
+    "muon": lambda groups, rate: torch.optim.Muon(groups, lr=rate),
+    "fused-muon": lambda groups, rate: hdet.FusedMuon(
+        groups, lr=rate, adamw_lr=rate, adjust_lr_fn="match_rms_adamw"
+    ),
+}
+RISE = 0.05
+"""Part of a run in which every schedule but one-cycle rises."""
+
+
+SHAPES = ("cosine", "wsd", "linear", "constant", "tenth", "restarts")
+
+
+def _shape(name: str, part: float) -> float:
+    """The multiple of the peak at a part of the run in [0, 1)."""
+    after = (part - RISE) / (1 - RISE)
+    cosine = 0.5 * (1 + math.cos(math.pi * after))
+    shapes = {
+        "constant": 1.0,
+        "wsd": min(1.0, (1 - part) / 0.2),
+        "linear": 1 - after,
+        "cosine": cosine,
+        "tenth": 0.1 + 0.9 * cosine,
+        "restarts": 0.5 * (1 + math.cos(math.pi * (3 * after % 1))),
+    }
+    return max(part / RISE if part < RISE else shapes[name], 0.0)
+
+
+def _schedule(name: str) -> Schedule:
+    return lambda optimizer, steps: LambdaLR(
+        optimizer, lambda step: _shape(name, (step + 1) / (steps + 1))
+    )
+
+
+SCHEDULES: dict[str, Schedule] = {
+    **{name: _schedule(name) for name in SHAPES},
+    # Torch's defaults: the momentum, or beta1, falls while the rate rises.
+    "one-cycle": lambda optimizer, steps: OneCycleLR(
+        optimizer, [group["lr"] for group in optimizer.param_groups], total_steps=steps
+    ),
+    # As in transformers and Megatron: the first step has rate 0.
+    "zero": lambda optimizer, steps: LambdaLR(
+        optimizer, lambda step: _shape("cosine", step / steps)
+    ),
+}
 
 
 def one_cycle_schedule(optimizer: Optimizer, steps: int) -> OneCycleLR:

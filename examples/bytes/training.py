@@ -73,6 +73,7 @@ class Run:
             self.optimizer,
             self.scheduler,
             knobs=[hdet.LearningRate(settings.spread)],
+            search=self._make_search(),
             controller=self._make_controller(),
             replicas=self.replicas,
             sync=hdet.Sync(settings.sync_interval),
@@ -82,9 +83,11 @@ class Run:
             log=self._record_cycle if self.rank == 0 else None,
         )
 
+    def _make_search(self) -> hdet.AutoLR | None:
+        is_asked = self.settings.controller == "auto"
+        return hdet.AutoLR(self.forward, budget=self.settings.budget) if is_asked else None
+
     def _make_controller(self) -> hdet.Controller | None:
-        if self.settings.controller == "auto":
-            return hdet.AutoLR(self.forward, budget=self.settings.budget)
         if self.settings.controller == "probe":
             return hdet.ProbeController(
                 self._probe_loss, self._probe_batches, chunks=PROBE_BATCHES, model=self.model,

@@ -45,7 +45,7 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module, ensemble:
         raise ValueError(f"path must end in .safetensors, got {str(target)!r}")
     inventory = Inventory(RunState(model, ensemble))
     tensors = _mean_tensors(inventory, ensemble)  # refused before anything communicates
-    with ensemble.during("checkpoint"):
+    with ensemble.guard("checkpoint"):
         replicas, together = ensemble.replicas, Together(ensemble.replicas)
         stored = {f"model.{name}": tensor for name, tensor in tensors.items()}
         rows = together.all(lambda: describe(stored, replicas, inventory.is_shared))
@@ -57,7 +57,7 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module, ensemble:
 def _mean_tensors(inventory: Inventory, ensemble: Ensemble) -> dict[str, Any]:
     """The model's tensors by name, in the middle of a cycle the mean where it is known."""
     mean = ensemble.mean()
-    if mean is None and (ensemble.cycles.has_begun or not ensemble.weights.average.idle):
+    if mean is None and (ensemble.has_begun or not ensemble.averager.idle):
         raise ValueError(
             "in the middle of a cycle the replicas' parameters differ, and a file of them would be "
             "a mixture: call ensemble.converge() on all ranks before"
@@ -98,7 +98,7 @@ def _write(
         **{other: name for other, name in inventory.tied.items() if name in tensors},
         "format": "pt",
         "hdet_version": __version__,
-        "step": str(ensemble.engine.step),
+        "step": str(ensemble.steps_done),
         "replicas": str(ensemble.replicas.count),
         "base_values": json.dumps(ensemble.values()),
     }

@@ -50,7 +50,7 @@ def load(root: str | os.PathLike[str], state: RunState, *, missing: int | None =
     """
     if missing is not None:
         whole(missing, "missing", 0)
-    with state.ensemble.during("checkpoint"):
+    with state.ensemble.guard("checkpoint"):
         together = Together(state.ensemble.replicas)
         opened = together.first(lambda: open_checkpoint(Path(root), missing is None))
         if opened is None:
@@ -185,7 +185,7 @@ class SavedState:
         further = getattr(optimizer, "num_replicas", 1) - 1
         # These make new tensors; those of others may write into those that there are.
         undo.keep(optimizer, writes=bool(further) or type(optimizer).load_state_dict not in ways)
-        for follower in (ensemble.replicas, ensemble.weights.average):  # by hooks on it
+        for follower in (ensemble.replicas, ensemble.averager):  # by hooks on it
             undo.keep(vars(follower), writes=True)
         params = chain(*(group["params"] for group in optimizer.param_groups))
         for i, param in enumerate(params):
@@ -195,7 +195,7 @@ class SavedState:
         optimizer.load_state_dict(self.optimizer)
         average = self.parts.get("average") or {}
         if ours.averaged.keys() <= average.keys():  # of a run without it nothing: it begins again
-            ensemble.weights.average.load_state([average[name] for name in ours.averaged])
+            ensemble.averager.load_state([average[name] for name in ours.averaged])
 
     def load_extra(self, undo: Undo) -> None:
         """Objects load their state; plain values are replaced."""

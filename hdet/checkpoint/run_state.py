@@ -81,7 +81,7 @@ class Inventory:
     """
 
     def __init__(self, run: RunState) -> None:
-        run.ensemble.cycles.check_at_rest("state_dict")
+        run.ensemble.check_at_rest("state_dict")
         self.tensors: dict[str, torch.Tensor] = {}
         self.modules: dict[str, Any] = {}
         self.names: dict[str, str] = {}

@@ -53,11 +53,11 @@ def save(
         hdet.checkpoint.save(folder, state)
     """
     ensemble = state.ensemble
-    step = ensemble.engine.step if step is None else whole(step, "step", 0)
+    step = ensemble.steps_done if step is None else whole(step, "step", 0)
     whole(keep, "keep")
     final = folders.final_folder(Path(root), step)
     together = Together(ensemble.replicas)
-    with ExitStack() as stack, ensemble.during("checkpoint"):
+    with ExitStack() as stack, ensemble.guard("checkpoint"):
         asked = set(together.all(lambda: (step, keep)))
         if len(asked) > 1:
             raise CheckpointError(
@@ -66,9 +66,9 @@ def save(
         together.first(lambda: stack.enter_context(folders.locked_for(final)))
         if not ensemble.in_sync:
             ensemble.converge()
-        ensemble.cycles.reset_losses()  # losses of the running cycle are not in the checkpoint
-        if ensemble.cycles.search is not None:  # a thread of its own may save in a trial
-            stack.enter_context(ensemble.cycles.search.held_off("checkpoint.save"))
+        ensemble.forget_losses()  # losses of the running cycle are not in the checkpoint
+        if ensemble.search is not None:  # a thread of its own may save in a trial
+            stack.enter_context(ensemble.search.held_off("checkpoint.save"))
         _write(final, state, step, keep, together)
     newest = folders.latest(root) if together.place == 0 else final
     if newest != final:
@@ -114,7 +114,7 @@ def _encode_parts(
     """All that this rank holds after a converge as JSON, by part; its tensors go to ``tensors``."""
     parts: dict[str, Any] = {"model": inventory.tensors, "modules": inventory.modules}
     parts["optimizer"] = _optimizer_part(run, inventory)
-    kept = run.ensemble.weights.average.state()
+    kept = run.ensemble.averager.state()
     if kept:
         params = inventory.averaged.items()
         parts["average"] = {n: like(t, p) for (n, p), t in zip(params, kept, strict=True)}

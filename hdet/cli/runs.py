@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from hdet.logging import read_records
+from hdet.logging import CycleRecord, read_records
 from hdet.trial.rule import RateInterval
 
 HISTORY = "history.jsonl"
@@ -55,7 +55,7 @@ class RecordedRun:
     probe_ms: float = 0.0
     converge_ms: float = 0.0
     cycles: int = 0
-    last_cycle: Record = field(default_factory=dict)
+    last_cycle: CycleRecord | None = None
 
     def add(self, record: Record) -> None:
         """Raises what reading wrong data raises. Events of other names are left out."""
@@ -69,24 +69,23 @@ class RecordedRun:
         elif event == "validation":
             self.validation.append((_number(record["step"]), _number(record["loss"])))
         elif event == "cycle":
-            self._add_cycle(record)
+            self._add_cycle(cast(CycleRecord, record))
         elif event == "end":
             self.seconds = _number(record["seconds"])
 
-    def _add_cycle(self, record: Record) -> None:
-        step = _number(record["step"])
-        losses = [_number(loss) for loss in record.get("losses", ())]
+    def _add_cycle(self, record: CycleRecord) -> None:
+        step, last = _number(record["step"]), self.last_cycle
+        losses = [_number(loss) for loss in record["losses"]]
         finite = [loss for loss in losses if not math.isnan(loss)]
         self.cycle_losses.append((step, sum(finite) / len(finite) if finite else math.nan))
-        if "lr" in record.get("values", {}):
+        if "lr" in record["values"]:
             self.cycle_rates.append((step, _number(record["values"]["lr"])))
             self.schedule.append((step, _number(record["scheduled"]["lr"])))
         # A note that every cycle has again is said once.
-        notes = [str(note) for note in record.get("notes", ())]
-        known = [str(note) for note in self.last_cycle.get("notes", ())]
-        new = [note for note in notes if note not in known]
-        moves = list(self._list_moves(record))
-        if record.get("trial") is not None:
+        known = [] if last is None else last["notes"]
+        new = [str(note) for note in record["notes"] if note not in known]
+        moves = list(self._list_moves(record, {} if last is None else last["corrections"]))
+        if record["trial"] is not None:
             interval = RateInterval.from_dict(record["trial"])
             self.trials.append((step, interval))
             self.trial_cost = _number(record["trial_steps"]) / interval.total_steps
@@ -94,13 +93,12 @@ class RecordedRun:
             # which say the move, and the note about it
             moves, new = [], [note for note in new if not note.startswith("learning rate ")]
         self.events += [f"step {step:.0f}: {printable(text)}" for text in (*moves, *new)]
-        self.probe_ms += _number(record.get("probe_ms", 0))
-        self.converge_ms += _number(record.get("converge_ms", 0))
+        self.probe_ms += _number(record["probe_ms"])
+        self.converge_ms += _number(record["converge_ms"])
         self.cycles, self.last_cycle = self.cycles + 1, record
 
-    def _list_moves(self, record: Record) -> Iterator[str]:
-        last = self.last_cycle.get("corrections", {})
-        for name, value in record.get("corrections", {}).items():
+    def _list_moves(self, record: CycleRecord, last: Mapping[str, float]) -> Iterator[str]:
+        for name, value in record["corrections"].items():
             before, now = _number(last.get(name, 1.0)), _number(value)
             if now != before:
                 self.moves.append(_number(record["step"]))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.evidence import KnobSpec
 from .batch_losses import BatchLosses
 from .probe_rule import PROBE, ProbeRule
 
@@ -64,7 +65,10 @@ class ProbeController(ProbeRule):
             raise ValueError(f"held_out must be True or False, got {type(held_out).__name__}")
         self.losses = BatchLosses(loss_fn, batches, chunks, model, average_every, place)
         self.measurements = {PROBE: self.losses}
-        self.judges_held_out = held_out
+        self.held_out = held_out
+
+    def may_move(self, knob: KnobSpec) -> bool:
+        return self.held_out or knob.valid_on_train_loss
 
     def report(self) -> str:
         """What it measures, and what its rule says."""

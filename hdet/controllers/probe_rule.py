@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.controller import Controller
-from ..core.evidence import Evidence
+from ..core.evidence import Evidence, KnobSpec
 from ..core.plan import Decision
 from ..core.schema import COUNT, FLAG, Check, list_of, number
 from ..core.validate import within
@@ -67,7 +67,7 @@ class ProbeRule(Controller):
         ValueError: a setting out of its range.
     """
 
-    regresses = judges_held_out = True
+    regresses = True
     state_keys: Mapping[str, Check] = {
         "warm": list_of(FLAG),
         "phase": list_of(number()),
@@ -119,6 +119,9 @@ class ProbeRule(Controller):
 
     def check_state(self, state: Any) -> dict[str, Any]:
         return self.check_columns(super().check_state(state), "warm", "phase", "looks", "last")
+
+    def may_move(self, knob: KnobSpec) -> bool:
+        return True
 
     def decide(self, evidence: Evidence) -> list[Decision]:
         self.observe(evidence)

@@ -81,7 +81,6 @@ class SoftmaxController(Controller):
         ensemble = hdet.Ensemble(optimizer, scheduler, controller=controller)
     """
 
-    knob_per_group = True
     state_keys: Mapping[str, Check] = {
         "velocities": list_of(number()),
         "gammas": list_of(number()),
@@ -104,7 +103,7 @@ class SoftmaxController(Controller):
         if decay not in (None, "floor"):
             raise ValueError(f"decay must be None or 'floor', got {decay!r}")
         self.temperature, self.step_size, self.momentum = temperature, step_size, momentum
-        self.decay, self.leaves_schedule = decay, decay is not None
+        self.decay = decay
         self.velocities: list[float] = []
         """[knob], once there was a decision."""
         self.gammas: list[float] = []
@@ -114,10 +113,15 @@ class SoftmaxController(Controller):
 
     def start(self, run: Run) -> None:
         """Raises ValueError for a decay without the length of the run, towards a floor that the
-        schedule does not have, or of a knob that is no rate."""
+        schedule does not have, of a knob that is no rate, or after a search."""
         super().start(run)
         if self.decay is None:
             return
+        if run.searches:
+            raise ValueError(
+                f"the controller {self.name!r} decays from where it takes over, in the place of a "
+                "schedule whose peak may be still to come after a search: pass decay=None"
+            )
         if run.total_steps is None:
             raise ValueError(
                 "decay='floor' needs the length of the run: pass total_steps, or a "

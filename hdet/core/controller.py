@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .evidence import Evidence, Run
+from .evidence import Evidence, KnobSpec, Run
 from .plan import Decision, Plan
 from .schema import FLAG, MAPPING, Check, plain, read
 from .validate import finite
@@ -49,16 +49,8 @@ class Controller:
     needs_replicas = True
     """Does it learn from differences between replicas? If not, replicas train alike."""
     regresses = False
-    """Does it tell knobs apart by regression over replicas? Then there can be at most N - 1."""
-    judges_held_out = False
-    """Does it learn from held-out, unregularised losses alone? Then it may move knobs that are not
-    `valid_on_train_loss`."""
-    leaves_schedule = False
-    """Does it replace the schedule by values of its own? Then it can follow no other controller."""
-    search: Any = None
-    """An `AutoLR` that it is, or contains: it searches in the first steps of the run."""
-    knob_per_group = False
-    """Does `OneCycleAutoLR` give it a knob for each parameter group, as published?"""
+    """Does it tell knobs apart by regression over replicas? Then there can be at most N - 1, and
+    `OneCycleAutoLR` gives it one for all parameter groups."""
     state_keys: Mapping[str, Check] | Sequence[str] = ()
     """Attributes that are the state: numbers, booleans, and lists of them. A mapping also says how
     each is checked before it is loaded (hdet/core/schema.py)."""
@@ -89,6 +81,12 @@ class Controller:
         for part in self.parts.values():
             part.start(run)
 
+    def may_move(self, knob: KnobSpec) -> bool:
+        """Asked before the run, for each knob; the run is refused for one that it may not. By
+        default those on which training losses may decide. One that learns from held-out,
+        unregularised losses alone says True."""
+        return knob.valid_on_train_loss
+
     def plan(self) -> Plan:
         """The cycle that begins; by default without spread and measurements once it is `idle`."""
         if self.idle:
@@ -114,7 +112,7 @@ class Controller:
         return [replace(one, factor=1.0, value=None) for one in self.decide(evidence)]
 
     def observe(self, evidence: Evidence) -> None:
-        """A cycle in which another controller decides, before this one takes over."""
+        """A cycle in which a search moves the rate, before this controller takes over."""
         for part in self.parts.values():
             part.observe(evidence)
 
@@ -131,8 +129,7 @@ class Controller:
 
     @property
     def idle(self) -> bool:
-        """Can no further decision move anything? Then nothing is spread or measured, and the
-        controller that follows in a `SequentialController` takes over."""
+        """Can no further decision move anything? Then nothing is spread or measured."""
         return self.frozen
 
     # -- state -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One run of the method: a clock, a table of multipliers, corrections. No tensors, no processes.
+"""One run of the method: a clock, a table of multipliers, a controller. No tensors, no processes.
 
 `hdet.Ensemble` drives it with real losses, the tests with made-up ones.
 """
@@ -17,13 +17,12 @@ from .controller import Controller
 from .design import table_of
 from .evidence import Evidence, KnobSpec
 from .plan import Decision, Plan
-from .schema import COUNT, MAPPING, instance, list_of, loaded, number, optional, read
+from .schema import COUNT, FLAG, MAPPING, instance, list_of, loaded, number, optional, read
+from .value import Value
 
-__all__ = ["STATE_VERSION", "CycleOutcome", "Engine", "KnobSpec"]
+__all__ = ["STATE_VERSION", "CycleOutcome", "Engine"]
 
-STATE_VERSION = 3
-LARGEST_CORRECTION = 1e6
-"""A correction outside [1/this, this] is a runaway, not a tuning: it is held there and noted."""
+STATE_VERSION = 4
 COUNTS = ("cycle", "step", "position", "rollbacks", "rollbacks_in_row", "diverged_total")
 NAME = instance(str, "a name")
 IDENTITY = {"version": number(), "knobs": list_of(NAME), "controller": optional(NAME)}
@@ -51,35 +50,39 @@ class CycleOutcome:
     evidence: Evidence | None = None
     """What the controller was given; None where it was not asked."""
     rolled_back: bool = False
+    observed: bool = False
+    """Has the controller only looked on, because a search moves the rate?"""
 
 
 class Engine:
-    """Counts steps and cycles, draws multipliers, asks the controller, keeps one correction (or
-    base value) for each knob.
+    """Counts steps and cycles, draws multipliers, asks the controller, and hands its decisions to
+    the values of the knobs, which it keeps no copy of.
 
     Args:
-        knobs: what is explored; names must differ.
+        values: of what is explored; names must differ.
         replicas: N, >= 1.
         clock: cycle, warm-up and length of the run, in optimizer steps.
         controller: None keeps corrections at 1 (spread and averages still run).
         seed: key of the assignments (Eq. 8).
         design: "permutation", each knob by itself (Eq. 8), or "orthogonal", two levels for all
             knobs together (core/design.py).
-
+        searches: does a search move rates in the first steps? Until it is over replicas train
+            alike, and the controller looks on; without a controller they train alike for good.
     Raises:
         ValueError: there is no knob, or two have one name; or the controller would never act.
     """
 
     def __init__(
         self,
-        knobs: Sequence[KnobSpec],
+        values: Sequence[Value],
         replicas: int,
         clock: Clock,
         controller: Controller | None = None,
         seed: int = 0,
         design: str = "permutation",
+        searches: bool = False,
     ) -> None:
-        names = [knob.name for knob in knobs]
+        names = [value.name for value in values]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"knobs must be at least one, with different names, got {names}")
         total, warmup = clock.total_steps, clock.warmup_steps
@@ -89,18 +92,18 @@ class Engine:
                 "it never acts: lower warmup_steps (auto_lr_warmup_steps), train longer, or run "
                 "without a controller"
             )
-        self.knobs, self.replicas, self.clock = list(knobs), replicas, clock
+        self.values, self.replicas, self.clock = list(values), replicas, clock
         self.controller, self.seed, self.design = controller, seed, design
+        self.knobs: list[KnobSpec] = [value.spec for value in values]
         self.cycle = self.step = self.position = 0
         """Cycles and steps that are done, and steps of the running cycle that are."""
-        self.corrections = [1.0] * len(knobs)
-        self.held: list[float | None] = [None] * len(knobs)
-        """[knob]: a base value in the place of schedule times correction."""
         self.level: float | None = None
         """Median loss of the healthy replicas in the last cycle that was not rolled back."""
         self.rollbacks = self.rollbacks_in_row = self.diverged_total = 0
         """Cycles rolled back since step 0, and in a row; how often a replica was left out of an
         average."""
+        self.searches = self.is_searching = searches
+        """`is_searching`: has the running cycle begun before the search was over?"""
         self._said_no_loss = False
         self._plan: Plan | None = None
         self._table: list[list[float]] | None = None
@@ -111,18 +114,26 @@ class Engine:
     def plan(self) -> Plan:
         """Of the running cycle; the controller is asked once for each."""
         if self._plan is None:
-            self._plan = Plan() if self.controller is None else self.controller.plan()
+            if self.controller is None or self.is_searching:
+                self._plan = Plan(spread=not self.searches)
+            else:
+                self._plan = self.controller.plan()
         return self._plan
 
     @property
     def explores(self) -> bool:
         """Can replicas differ in the running cycle?"""
+        if self.plan.multipliers is not None:
+            return any(len(set(row)) > 1 for row in self.multipliers())
         spreads = self.plan.spread and any(knob.spread > 0 for knob in self.knobs)
         return self.replicas > 1 and spreads
 
     def multipliers(self) -> list[list[float]]:
-        """[knob][replica]: rho of the running cycle: drawn (Eq. 1 and 8), or all 1. Not to be
-        written to."""
+        """[knob][replica]: rho of the running cycle: the plan's, drawn (Eq. 1 and 8), or all 1. Not
+        to be written to. Raises ValueError for a plan of another run."""
+        if self._table is None and self.plan.multipliers is not None:
+            self.plan.check_table(len(self.knobs), self.replicas)
+            self._table = [list(row) for row in self.plan.multipliers]
         if self._table is None:  # kept: at 1 024 replicas hashing is most of a cycle's cost
             spreads = [(knob.name, knob.spread) for knob in self.knobs]
             self._table = (
@@ -156,17 +167,19 @@ class Engine:
         losses: Sequence[float | None],
         measured: Mapping[str, Rows] | None = None,
         *,
-        scheduled: Sequence[float],
-        values: Sequence[float] | None = None,
-        **seen: Any,
+        step: int | None = None,
+        local: bool = False,
+        is_search_over: bool = True,
     ) -> CycleOutcome:
-        """End the cycle: give the evidence to the controller, apply its decisions, go on.
+        """End the cycle: give the evidence to the controller, hand on its decisions. Values must be
+        those of the next step, and are to be corrected after it.
 
         Args:
             losses: [replica] mean training loss; NaN, infinity and None are left out.
             measured: by name, [replica][number]; rows that are not finite are left out.
-            scheduled, values, seen: as in `Evidence`: also step, peak, floor, highest, local.
-                Values are those of the schedule by default.
+            step: of the schedule; None: the engine's.
+            local: as in `Evidence`.
+            is_search_over: does the controller decide from the next cycle on, if it did not?
 
         Raises:
             ValueError: the controller's answer is not one Decision for each knob.
@@ -175,31 +188,40 @@ class Engine:
         rows = {name: _finite_rows(given) for name, given in (measured or {}).items()}
         name, learned_from = next(iter(rows.items()), ("loss", losses))
         left_out = [r for r, row in enumerate(learned_from) if row is None]
-        notes = self._notes_of_missing(name, left_out)
-        values = scheduled if values is None else values
-        table = self._effective(values)
-        decisions, evidence = [Decision()] * len(self.knobs), None
+        notes, values = self._notes_of_missing(name, left_out), self.values
+        table = self._acting()
+        decisions, evidence = [Decision()] * len(values), None
         if self.controller is not None and self.clock.controls(self.step):
-            defaults = {"step": self.step, "peak": scheduled, "floor": [0.0] * len(self.knobs)}
             evidence = Evidence(
-                cycle=self.cycle, knobs=[knob.name for knob in self.knobs], multipliers=table,
-                losses=losses, scheduled=scheduled, values=values, measured=rows,
-                corrections=list(self.corrections),
+                cycle=self.cycle, step=self.step if step is None else step,
+                knobs=[value.name for value in values], multipliers=table, losses=losses,
+                scheduled=[value.scheduled_value() for value in values],
+                peak=[value.peaks()[0] for value in values],
+                floor=[value.floor() for value in values],
+                values=[value.base_value() for value in values],
+                corrections=[value.correction for value in values],
+                highest=[value.highest_value() for value in values],
                 decisions_left=self.clock.decisions_left(self.step),
-                **asdict(self.clock), **{**defaults, **seen},
+                local=local, measured=rows, **asdict(self.clock),
             )  # fmt: skip
-            decisions = self._decide(self.controller, evidence)
-            for k, decision in enumerate(decisions):
-                notes += self.apply(k, decision, evidence.peak[k])
+            if self.is_searching:
+                self.controller.observe(evidence)
+            else:
+                decisions = self._decide(self.controller, evidence)
+            for value, decision in zip(values, decisions, strict=True):
+                notes += value.move(decision)
+                value.highest = -math.inf
+        observed = self.is_searching
+        self.is_searching = observed and not is_search_over
         ended = {"multipliers": table, "decisions": decisions, "left_out": left_out}
-        return self._end(**ended, notes=notes, evidence=evidence)
+        return self._end(**ended, notes=notes, evidence=evidence, observed=observed)
 
     def _notes_of_missing(self, name: str, left_out: Sequence[int]) -> list[str]:
         """Of those whose numbers the controller would have read; of a loop without losses, once."""
         controller = self.controller
-        if controller is None or not self.clock.controls(self.step):
+        if controller is None or self.is_searching or not self.clock.controls(self.step):
             return []
-        if not self.explores if controller.needs_replicas else controller.search is not None:
+        if controller.needs_replicas and not self.explores:
             return []
         if name == "loss" and len(left_out) == self.replicas:
             note = "no finite loss was passed to step() in this cycle: pass step(loss)"
@@ -207,12 +229,11 @@ class Engine:
             return notes
         return [f"replica {r} left out: its {name} is missing or not finite" for r in left_out]
 
-    def _effective(self, bases: Sequence[float]) -> list[list[float]]:
+    def _acting(self) -> list[list[float]]:
         """The multipliers that have really acted, where a bound has held replicas' values."""
-        rows = zip(self.knobs, bases, self.multipliers(), strict=True)
         return [
-            [knob.scale.effective(base, rho) for rho in row] if knob.scale.bounded else row
-            for knob, base, row in rows
+            [value.acting(rho) for rho in row] if value.scale.bounded else row
+            for value, row in zip(self.values, self.multipliers(), strict=True)
         ]
 
     def _decide(self, controller: Controller, evidence: Evidence) -> list[Decision]:
@@ -233,36 +254,6 @@ class Engine:
         self._plan = self._table = None
         return ended
 
-    def set_value(self, knob: int, value: float, scheduled: float) -> None:
-        """Somebody sets a base value: from now on the correction is the one that leads there from
-        ``scheduled``. Raises ValueError if none does."""
-        spec = self.knobs[knob]
-        correction = spec.scale.correction_to(value, scheduled)
-        in_range = 1 / LARGEST_CORRECTION <= correction <= LARGEST_CORRECTION
-        if not in_range or spec.scale.hold(value) != value:
-            raise ValueError(
-                f"{spec.name} cannot be set to {value!r} while its schedule is at {scheduled:g}: "
-                "no correction leads there"
-            )
-        if self.held[knob] is None:
-            self.corrections[knob] = correction
-        else:
-            self.held[knob] = value
-
-    def apply(self, knob: int, decision: Decision, peak: float) -> list[str]:
-        """From the next step on. ``peak``: of the untouched schedule. Returns notes."""
-        self.held[knob] = decision.value
-        wanted = self.corrections[knob] * decision.factor
-        # What passes a knob's bound changes no value, but would take as long to come back.
-        lowest, highest = self.knobs[knob].scale.corrections(peak)
-        held = min(max(wanted, 1 / LARGEST_CORRECTION, lowest), LARGEST_CORRECTION, highest)
-        self.corrections[knob] = held
-        name = self.knobs[knob].name
-        notes = [f"{name}: {decision.note}"] if decision.note else []
-        if held != wanted:
-            notes.append(f"{name}: correction {wanted:.3g} held at {held:.3g}")
-        return notes
-
     # -- divergence --------------------------------------------------------------------------------
 
     def accept(self, level: float | None, left_out: int) -> None:
@@ -275,15 +266,15 @@ class Engine:
     def roll_back(self, factor: float) -> CycleOutcome:
         """End a cycle that is rolled back: its rates were too high, and are multiplied by
         ``factor``."""
-        for k in (k for k, knob in enumerate(self.knobs) if knob.rate):
-            self.corrections[k] = max(self.corrections[k] * factor, 1 / LARGEST_CORRECTION)
-            held = self.held[k]
-            self.held[k] = None if held is None else held * factor
+        for value in self.values:
+            if value.spec.rate:
+                value.lower(factor)
         self.rollbacks += 1
         self.rollbacks_in_row += 1
         outcome = self._end(
             multipliers=self.multipliers(), decisions=[Decision()] * len(self.knobs),
             left_out=list(range(self.replicas)), notes=[], rolled_back=True,
+            observed=self.is_searching,
         )  # fmt: skip
         self.restart()
         return outcome
@@ -299,10 +290,9 @@ class Engine:
             "knobs": [knob.name for knob in self.knobs],
             "controller": None if controller is None else controller.name,
             **{name: getattr(self, name) for name in COUNTS},
+            "is_searching": self.is_searching,
             "seed": self.seed,
             "level": self.level,
-            "corrections": list(self.corrections),
-            "bases": list(self.held),
             "controller_state": None if controller is None else controller.state_dict(),
         }
 
@@ -310,20 +300,18 @@ class Engine:
         """The values in it; changes nothing. A run without a controller takes the state of any:
         its corrections stay, and no other values are tried. Raises ValueError for a state that
         does not belong to this run, or is damaged."""
-        where, own, of_knobs = "the ensemble's state", self.state_dict(), len(self.knobs)
+        where, own = "the ensemble's state", self.state_dict()
         for key, saved in read(state, IDENTITY, where).items():
             if saved != own[key] and not (key == "controller" and self.controller is None):
                 raise ValueError(
                     f"{where} was saved with {key} {reprlib.repr(saved)}, this run has "
                     f"{own[key]!r}: {REMEDIES[key]}"
                 )
-        correction = number(LARGEST_CORRECTION**-2, LARGEST_CORRECTION)
         fields = {
             **dict.fromkeys(COUNTS, COUNT),
+            "is_searching": FLAG,
             "seed": number(whole=True),
             "level": optional(number()),
-            "corrections": list_of(correction, of_knobs),
-            "bases": list_of(optional(number(1e-100)), of_knobs),
             "controller_state": optional(MAPPING) if self.controller is None else MAPPING,
         }
         values = read(state, fields, where)
@@ -331,7 +319,7 @@ class Engine:
             raise ValueError(f"position of {where} is above its step: it is damaged")
         if self.controller is not None:
             self.controller.check_state(values["controller_state"])
-        elif any(base is not None for base in values["bases"]):
+        elif any(base is not None for base in state.get("bases", ())):
             raise ValueError(
                 f"{where} was saved with controller {reprlib.repr(state['controller'])}, whose "
                 "values stand in the place of the schedule: construct it with the same controller, "
@@ -351,9 +339,9 @@ class Engine:
         values = self.check_state(state)
         with loaded(self.controller, values["controller_state"]):
             yield
-        self.held = values["bases"]
-        for key in (*COUNTS, "seed", "level", "corrections"):
+        for key in (*COUNTS, "seed", "level"):
             setattr(self, key, values[key])
+        self.is_searching = self.searches and values["is_searching"]
         self._plan = self._table = None
 
 

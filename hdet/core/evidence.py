@@ -23,6 +23,8 @@ class KnobSpec:
     scale: Scale = field(default_factory=Scale)
     rate: bool = True
     """Is it a learning rate? Those are lowered where a cycle is rolled back."""
+    valid_on_train_loss: bool = True
+    """May training losses decide about it?"""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Run:
     """[knob]: the lowest value of the untouched schedule (0 where unknown)."""
     local: bool = False
     """Does each replica step with gradients of its own?"""
+    searches: bool = False
+    """Does a search move the rate in the first steps, before a controller does?"""
 
     @property
     def total_steps(self) -> int | None:

@@ -19,6 +19,18 @@ class Plan:
     """Do replicas differ by their knobs' spreads? If not, all train at base values."""
     measures: Sequence[str] = ()
     """Names of the controller's measurements that run in this cycle."""
+    multipliers: Sequence[Sequence[float]] | None = None
+    """[knob][replica]: what replicas try in the place of what is drawn for them; each above 0."""
+
+    def check_table(self, knobs: int, replicas: int) -> None:
+        """Raises ValueError for multipliers of another run."""
+        table = self.multipliers or ()
+        is_table = len(table) == knobs and all(len(row) == replicas for row in table)
+        if not is_table or not all(finite(rho) and rho > 0 for row in table for rho in row):
+            raise ValueError(
+                f"a plan's multipliers must be {knobs} rows (one a knob) of {replicas} positive "
+                f"numbers (one a replica), got {self.multipliers!r}"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,33 @@
-"""Settings that users pass: one check and one wording for whole numbers and one for numbers in an
-interval."""
+"""What users pass: one check and one wording for whole numbers and one for numbers in an interval;
+a message raised or warned of."""
 
 from __future__ import annotations
 
+import inspect
 import math
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["finite", "whole", "within"]
+__all__ = ["finite", "refuse", "warn", "whole", "within"]
+
+
+def refuse(messages: Iterable[str], error: type[Exception] = ValueError) -> None:
+    """Raises ``error`` with the first of them, if there is one."""
+    for message in messages:
+        raise error(message)
+
+
+def warn(message: str) -> None:
+    """A UserWarning of the line that has called hdet, however deep it is called from."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and _is_passed(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_passed(module: str) -> bool:
+    return module.partition(".")[0] in ("hdet", "contextlib")
 
 
 def finite(value: object) -> bool:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ..ensemble import Ensemble
-from ..logging import scalars
-from .common import Adapter, StandIn, find_trial, require
+from ..logging import CycleRecord, scalars
+from .common import Adapter, StandIn, require
 
 __all__ = ["Prepared", "prepare"]
 
@@ -33,7 +33,7 @@ def prepare(
             model, optimizer, scheduler, loader
         )
         ensemble = hdet.Ensemble(
-            optimizer.optimizer, scheduler, total_steps=n, controller=hdet.AutoLR(model)
+            optimizer.optimizer, scheduler, total_steps=n, search=hdet.AutoLR(model)
         )
         ensemble = hdet.integrations.accelerate.prepare(accelerator, ensemble, model, losses_of)
         for batch in loader:
@@ -84,12 +84,11 @@ class Prepared(Adapter, StandIn):
         self.ensembles, self.inner, self.scaler = [ensemble], ensemble, accelerator.scaler
         self.without_sync = partial(accelerator.no_sync, model)
         self._is_local = ensemble.sync.gradients == "local" and ensemble.replicas.count > 1
-        trial = find_trial(ensemble.engine.controller)
-        if trial is not None:
+        trial = ensemble.search
+        if trial is not None and trial.budget != 0:
             trial.scaler = trial.scaler or self.scaler
             self._clip, trial.before_step = trial.before_step, self.clip_gradients
-        self._user_log = ensemble.records.log
-        ensemble.records.tell, ensemble.records.log = self.tell, self._log_record
+        self._user_log = ensemble.report_to(self.tell, self._log_record)
         accelerator.register_for_checkpointing(self)
         accelerator.register_save_state_pre_hook(self._before_save)
 
@@ -154,7 +153,7 @@ class Prepared(Adapter, StandIn):
             )
         self.converge()
 
-    def _log_record(self, record: dict[str, Any], step: int) -> None:
+    def _log_record(self, record: CycleRecord, step: int) -> None:
         if self.accelerator.trackers:
             self.accelerator.log(scalars(record), step=step)
         if self._user_log is not None:

@@ -92,13 +92,13 @@ class Adapter:
         """Make the Ensembles, and load what was saved of them.
 
         Args:
-            settings: for each optimizer, see `complete_settings`. The controller and the replicas
+            settings: for each optimizer, see `complete_settings`. Search, controller and replicas
                 may be functions of ``model``, which is as the framework calls it.
             logs: is this the process whose ``log`` is called?
 
         Raises:
-            ValueError: one controller for several optimizers; the trial of an AutoLR, where none
-                can be made; states of other optimizers.
+            ValueError: one search or controller for several optimizers; the trial of an
+                AutoLR, where none can be made; states of other optimizers.
         """
         self._model, self._logs, self._settings = model, logs, settings
         self.ensembles = [
@@ -108,43 +108,38 @@ class Adapter:
 
     def _make(self, optimizer: Optimizer, settings: Mapping[str, Any]) -> Ensemble:
         count = len(self._settings)
-        if count > 1 and isinstance(settings.get("controller"), Controller):
-            raise ValueError(
-                "there are several optimizers, each with a controller of its own: pass a function "
-                "that makes one"
-            )
+        for name, kind in (("search", AutoLR), ("controller", Controller)):
+            if count > 1 and isinstance(settings.get(name), kind):
+                raise ValueError(
+                    f"there are several optimizers, each with a {name} of its own: pass a function "
+                    "that makes one"
+                )
         made = {**settings, "log": settings.get("log") if self._logs else None}
-        for name in ("controller", "replicas"):
+        for name in ("search", "controller", "replicas"):
             if callable(made.get(name)):
                 made[name] = made[name](self._model)
-        trial = find_trial(made.get("controller"))
-        if trial is not None:
+        search: AutoLR | None = made.get("search")
+        if search is not None and search.budget != 0:  # it may train copies of the run
             obstacle = self.find_obstacle()
             if count > 1:
                 obstacle = (
                     f"trains copies of a run with one optimizer, and there are {count}: train all "
-                    "parameters with one, or leave the controller out"
+                    "parameters with one, or leave the search out"
                 )
             if obstacle is not None:
                 raise ValueError(f"AutoLR {obstacle}")
-            trial.before_step = partial(_call_in_turn, self.clip_gradients, trial.before_step)
-            trial.scaler = trial.scaler or self.scaler
-        controller = made.get("controller")
-        if isinstance(controller, Controller) and controller.search is not None:
-            search: AutoLR = controller.search
+            search.before_step = partial(_call_in_turn, self.clip_gradients, search.before_step)
+            search.scaler = search.scaler or self.scaler
+        if search is not None:
             search.on_restart = partial(_call_in_turn, self.begin_averages, search.on_restart)
         ensemble = Ensemble(optimizer, **made)
-        ensemble.records.tell = self.tell
+        ensemble.report_to(self.tell)
         return ensemble
 
     def follow(self, ensemble: Ensemble, schedulers: Sequence[tuple[Any, int]]) -> None:
-        """Let an Ensemble know what the framework steps inside `Ensemble.rescheduling`: see
-        `Schedule.simulate`. Of what cannot be simulated, an AutoLR says so, and moves nothing."""
-        if schedulers and ensemble.engine.controller is not None:
-            try:
-                ensemble.schedule.simulate(ensemble.optimizer, schedulers)
-            except ValueError as error:
-                ensemble.schedule.doubt = str(error)
+        """See `Ensemble.simulate`, where somebody asks for the peak."""
+        if schedulers and (ensemble.search or ensemble.controller):
+            ensemble.simulate(schedulers)
 
     def add_group(self, number: int, group: dict[str, Any]) -> None:
         """Add a parameter group to the optimizer in mid-run, on all ranks alike: replicas are
@@ -154,7 +149,7 @@ class Adapter:
         way of averaging keeps beside the weights, such as an outer momentum, begins again.
 
         Raises:
-            ValueError: the controller is an AutoLR, and no function that makes one.
+            ValueError: the search is an AutoLR, and no function that makes one.
         """
         old = self.ensembles[number]
         old.converge()
@@ -222,7 +217,7 @@ class Adapter:
                 if correction != 1 and (number, knob, correction) not in self._told:
                     self._told.add((number, knob, correction))
                     self.tell(
-                        f"hdet, step {ensemble.engine.step}: saved with the correction "
+                        f"hdet, step {ensemble.steps_done}: saved with the correction "
                         f"{correction:.6g} of {knob}, which only hdet reads. To go on without "
                         f"hdet, multiply your {knob} by it"
                     )
@@ -288,15 +283,9 @@ def complete_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         TypeError: one that an Ensemble does not have.
     """
     inspect.signature(Ensemble).bind(None, None, **settings)
-    if settings.keys() & {"controller", "knobs", "sync", "design"}:
+    if settings.keys() & {"search", "controller", "knobs", "sync", "design"}:
         return settings
-    return {**settings, "controller": lambda model: AutoLR(model, budget=0)}
-
-
-def find_trial(controller: Any) -> AutoLR | None:
-    """The `AutoLR` in it that may train copies of the run, for which it asks for losses."""
-    search: AutoLR | None = controller.search if isinstance(controller, Controller) else None
-    return search if search is not None and search.budget != 0 else None
+    return {**settings, "search": lambda model: AutoLR(model, budget=0)}
 
 
 def skip_backward() -> AbstractContextManager[Any]:

@@ -32,7 +32,7 @@ _WRITING_RATES = (pytorch.callbacks.BaseFinetuning, _StochasticAverage)
 class HdetCallback(Adapter, _Callback):
     """Replicas or copies of the run search while Lightning's Trainer trains::
 
-        trainer = Trainer(callbacks=[HdetCallback(controller=hdet.AutoLR)])
+        trainer = Trainer(callbacks=[HdetCallback(search=hdet.AutoLR)])
 
     Automatic and manual optimization, one optimizer or several (an Ensemble for each), any
     schedulers, which Lightning goes on to step: a stand-in for each does so inside

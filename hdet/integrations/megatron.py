@@ -36,7 +36,7 @@ def wrap(optimizer: Any, scheduler: Any, model: Any, **settings: Any) -> Wrapped
         optimizer = get_megatron_optimizer(config, model)
         scheduler = OptimizerParamScheduler(optimizer, ...)
         scheduler = hdet.integrations.megatron.wrap(
-            optimizer, scheduler, model, controller=hdet.AutoLR, total_steps=n
+            optimizer, scheduler, model, search=hdet.AutoLR, total_steps=n
         )
 
     Replicas are those of ``parallel_state``: what is tensor, context and pipeline parallel is

@@ -34,7 +34,7 @@ def wrap(config: Any, **settings: Any) -> Any:
     returns::
 
         def llama3_8b_hdet() -> Trainer.Config:
-            return hdet.integrations.torchtitan.wrap(llama3_8b(), controller=hdet.AutoLR)
+            return hdet.integrations.torchtitan.wrap(llama3_8b(), search=hdet.AutoLR)
 
     The rest is torchtitan's: its command line, optimizer, schedule, metrics and DCP checkpoints.
     With ``data_parallel_replicate_degree`` above 1 (HSDP) replicas are the places along

@@ -32,18 +32,17 @@ class HdetMixin(_Any):
 
 
         trainer = Trainer(
-            model, args=args, train_dataset=data, ensemble={"controller": hdet.AutoLR}
+            model, args=args, train_dataset=data, ensemble={"search": hdet.AutoLR}
         )
 
     A callback would not do: it sees neither losses nor batches.
 
     Args:
-        ensemble: settings of the `hdet.Ensemble`, such as ``controller``, ``sync``, ``knobs``.
-            ``controller`` and ``replicas`` may be functions of the model, as the Trainer calls it:
-            ``hdet.AutoLR``, ``lambda model: hdet.Shadow(hdet.AutoLR(model))``. ``log`` is called
-            on the first process only. None: how far the first steps move the weights is looked at,
-            and a rate that is wrong by a factor of ten or more is moved, at no cost;
-            ``{"controller": hdet.AutoLR}`` makes a trial.
+        ensemble: settings of the `hdet.Ensemble`, such as ``search``, ``sync``, ``knobs``.
+            ``search``, ``controller`` and ``replicas`` may be functions of the model, as the
+            Trainer calls it, such as ``hdet.AutoLR``. ``log`` is called on the first process only.
+            None: how far the first steps move the weights is looked at, and a rate that is wrong by
+            a factor of ten or more is moved, at no cost; ``{"search": hdet.AutoLR}`` makes a trial.
         args, kwargs: the Trainer's own.
 
     A loss is the Trainer's own: `compute_loss`, with its accumulation, tokens, label smoothing and
@@ -137,7 +136,7 @@ class HdetTrainer(HdetMixin, _Trainer):
     """transformers' Trainer with hdet in it::
 
         trainer = HdetTrainer(
-            model=model, args=args, train_dataset=data, ensemble={"controller": hdet.AutoLR}
+            model=model, args=args, train_dataset=data, ensemble={"search": hdet.AutoLR}
         )
         trainer.train()
 

@@ -1,10 +1,11 @@
-"""Bound knobs: a spread, a scale, and the cells of one run that they move."""
+"""Bound knobs: the cells of one run in which a knob's value stands, and who writes there."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from numbers import Real
 from operator import is_
 from typing import Any, Protocol
@@ -13,10 +14,10 @@ import torch
 from torch.optim import Optimizer
 
 from ..core.scale import Scale
-from ..core.spread import check_spread
+from ..core.value import Value
 from .cells import Cell, close, content
 
-__all__ = ["Bound", "Bounds", "Knob", "scale_of"]
+__all__ = ["BoundKnob", "Bounds", "Knob", "Meaning", "scale_of"]
 
 Bounds = tuple[float, float] | None
 """(low, high), hard for the base value and for every replica's; None: none."""
@@ -28,12 +29,36 @@ class Knob(Protocol):
     """What an Ensemble is given: a frozen dataclass that names a scalar hyperparameter and how far
     it is spread."""
 
-    def bind(self, optimizer: Optimizer) -> list[Bound]:
+    def bind(self, optimizer: Optimizer) -> list[BoundKnob]:
         """Its knobs in this run.
 
         Reads, and writes nothing. Raises ValueError for what is not there or cannot be explored.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What it means for a run that replicas differ in a knob."""
+
+    acts: str = "step"
+    """"step": inside ``optimizer.step()``; "forward": inside ``with ensemble.explore():``."""
+    valid_on_train_loss: bool = False
+    """May training losses decide? If not, which is the safe answer, only a held-out, unregularised
+    probe may."""
+    affects_eval_loss: bool = False
+    """The loss at given weights depends on it also in eval mode, so a probe scores each replica at
+    its own value."""
+    on_gradients: bool = False
+    """It acts on gradients that are all-reduced already, so that replicas differ although these are
+    shared. Their moments differ then."""
+    moments_diverge: bool = False
+    """Replicas with different values have different moments."""
+
+    @property
+    def parts_moments(self) -> bool:
+        """Do replicas' moments differ even with shared gradients?"""
+        return self.moments_diverge or self.on_gradients
 
 
 def scale_of(bounds: Bounds, kind: str = "log", unit: float = 1.0) -> Scale:
@@ -45,29 +70,18 @@ def scale_of(bounds: Bounds, kind: str = "log", unit: float = 1.0) -> Scale:
     return Scale(kind, unit, *bounds)
 
 
-class Bound:
-    """One knob of a run: all its cells move by the same factor (on a linear scale: by the same
-    amount).
+class BoundKnob(Value):
+    """The value of a knob in one run, and the cells that have it.
 
-    Between steps a cell holds the base value: the schedule's own, corrected. A scheduler sees the
-    schedule's own alone, so that recursive ones never compound a correction. Inside `fanned_out`
-    the cell holds the replica's value.
+    Between steps a cell holds the base value. A scheduler sees the schedule's own alone, so that
+    recursive ones never compound a correction. Inside `fanned_out` the cell holds the replica's
+    value.
 
     Args:
-        name: unique in a run.
-        spread: alpha in [0, 1).
+        name, spread, scale: as for `Value`.
         cells: at least one.
-        scale: of `scale_of`; default: log, without bounds.
+        meaning: of differences between replicas; default: `Meaning()`.
         key: of a parameter group, "" otherwise.
-        valid_on_train_loss: may training losses decide? If not, which is the safe answer, only a
-            held-out, unregularised probe may.
-        acts: "step": inside ``optimizer.step()``; "forward": inside ``with ensemble.explore():``.
-        affects_eval_loss: the loss at given weights depends on it also in eval mode, so a probe
-            scores each replica at its own value.
-        on_gradients: it acts on gradients that are all-reduced already, so that replicas differ
-            although these are shared.
-        moments_diverge: replicas with different values have different moments, as they have if it
-            is ``on_gradients``.
 
     Raises:
         ValueError: a value that is no number, outside of the bounds, or (acting "forward") one that
@@ -76,18 +90,6 @@ class Bound:
 
     indices: Sequence[int] = ()
     """[cell]: its parameter group, if it is in one."""
-    scheduled: list[Any]
-    """[cell]: the untouched schedule's values."""
-    left: list[Any]
-    """[cell]: the base values, as they were left there."""
-    highest: Any = -math.inf
-    """Of the first cell of `scheduled`, in the steps since the controller was last asked; -inf
-    before the first."""
-    correction = 1.0
-    base: float | None = None
-    """Off the schedule, the base value in the place of schedule times correction."""
-    rho = 1.0
-    """This replica's multiplier in the running cycle."""
     is_lent = False
     """Do the cells hold a replica's value now?"""
     is_neutral = True
@@ -101,32 +103,30 @@ class Bound:
         spread: float,
         cells: Sequence[Cell],
         scale: Scale | None = None,
+        meaning: Meaning | None = None,
         *,
         key: str = "",
-        valid_on_train_loss: bool = False,
-        acts: str = "step",
-        affects_eval_loss: bool = False,
-        on_gradients: bool = False,
-        moments_diverge: bool = False,
     ) -> None:
-        self.name, self.spread, self.key = name, check_spread(spread), key
-        self.cells, self.scale = list(cells), scale or Scale()
-        self.valid_on_train_loss, self.acts = valid_on_train_loss, acts
-        self.affects_eval_loss, self.on_gradients = affects_eval_loss, on_gradients
-        self.moments_diverge = moments_diverge or on_gradients
+        self.key, self.cells, self.meaning = key, list(cells), meaning or Meaning()
+        is_valid = self.meaning.valid_on_train_loss
+        super().__init__(
+            name, spread, scale,
+            rate=key == "lr", valid_on_train_loss=is_valid, scheduled=self.read(),
+        )  # fmt: skip
         self.take_schedule()
         self.is_neutral = not self.scale.bounded
-        for value in self.scheduled:
-            self._check_begin(value)
-        self.note_peaks()
 
-    def _check_begin(self, value: Any) -> None:
+    def _check_begin(self) -> None:
+        for value in self.scheduled:
+            self._check_first(value)
+
+    def _check_first(self, value: Any) -> None:
         is_one = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Real)
         number = float(value) if is_one else math.nan
         if not math.isfinite(number):
             raise ValueError(f"{self.name} is {value!r}: begin with a finite number")
         # In a step it may: a schedule may begin at 0.
-        if self.acts != "step" and self.scale.kind == "log" and number <= 0:
+        if self.meaning.acts != "step" and self.scale.kind == "log" and number <= 0:
             raise ValueError(
                 f"{self.name} is {number:g}, and scale='log' multiplies: begin above 0, or use "
                 "scale='linear' with a unit"
@@ -138,8 +138,6 @@ class Bound:
                 "of them"
             )
 
-    # -- values ------------------------------------------------------------------------------------
-
     def read(self) -> list[Any]:
         """[cell]: what they hold now."""
         return [cell.get() for cell in self.cells]
@@ -147,30 +145,6 @@ class Bound:
     def value(self) -> float:
         """What the first cell holds now: the base value, or the replica's while it explores."""
         return float(self.read()[0])
-
-    def uncorrected_value(self) -> float:
-        """What a correction of 1 would leave in the first cell."""
-        return float(self.scheduled[0])
-
-    def peaks(self) -> list[float]:
-        """[cell]: the highest value of the untouched schedule, as far as it is known."""
-        return [float(value) for value in self.scheduled]
-
-    def floor(self) -> float:
-        """The lowest value of the untouched schedule, of the first cell; 0 is unknown."""
-        return 0.0
-
-    def note_peaks(self) -> None:
-        """Take the ratios of cells from their peaks, which may have changed."""
-        peaks = self.peaks()
-        self._ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
-
-    def effective(self, i: int, multiplier: float) -> float:
-        """The multiplier that acts on the base value of cell ``i``; another one where a bound holds
-        the replica's back."""
-        if not self.scale.bounded:
-            return multiplier
-        return self.scale.effective(float(self.left[i]), multiplier)
 
     # -- between steps -----------------------------------------------------------------------------
 
@@ -191,26 +165,11 @@ class Bound:
             self.left = self.scheduled
             self._marks = values if self.is_plain else _marks_of(values)
 
-    def load(self, scheduled: Sequence[float], highest: float) -> None:
-        """Continue at these values of the schedule. `write` follows."""
-        self.scheduled, self.highest = list(map(float, scheduled)), float(highest)
-
-    def write(self, correction: float, base: float | None = None) -> None:
-        """Leave the base value in the cells: the schedule's, corrected; or, off the schedule,
-        ``base`` (further cells keep the ratio of their peaks)."""
-        self.correction, self.base = correction, base
-        if base is None:
-            self.left = [
-                self.scale.corrected(value, self._correction_of(i))
-                for i, value in enumerate(self.scheduled)
-            ]
-        else:
-            self.left = [self.scale.hold(base * ratio) for ratio in self._ratios]
+    def write(self) -> None:
+        """Leave the base values in the cells."""
+        self.correct()
         self.is_neutral = not self.scale.bounded and all(map(is_, self.left, self.scheduled))
         self._put(self.left)
-
-    def _correction_of(self, i: int) -> float:
-        return self.correction
 
     def _put(self, values: Sequence[Any]) -> None:
         for cell, value in zip(self.cells, values, strict=True):
@@ -258,9 +217,9 @@ class Bound:
         try:
             self._put(used)
             yield
-            place = self._find_write(used)
-            if place is not None:
-                raise ValueError(self._written_inside(place, float(used[place])))
+            cell = self._find_write(used)
+            if cell is not None:
+                raise ValueError(self._written_inside(cell, float(used[cell])))
         finally:
             self._put(before)
             self.is_lent = False
@@ -269,7 +228,8 @@ class Bound:
         return multiplier
 
     def _written_inside(self, i: int, own: float) -> str:
-        where = "optimizer.step()" if self.acts == "step" else "`with ensemble.explore():`"
+        in_step = self.meaning.acts == "step"
+        where = "optimizer.step()" if in_step else "`with ensemble.explore():`"
         return (
             f"{self.name} was changed to {float(self.read()[i]):g} inside {where}, where it holds "
             f"this replica's own value, {own:g}: change it outside, where it is every replica's "

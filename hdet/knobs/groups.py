@@ -9,25 +9,22 @@ import torch
 from torch.optim import Optimizer
 
 from ..core.scale import Scale
-from .bound import Bound, Knob
+from .bound import BoundKnob, Knob, Meaning
 from .cells import group_cell
 
 __all__ = ["GroupKnob", "ProductKnob", "bind_all", "check_disjoint"]
 
 
-class GroupKnob(Bound):
+class GroupKnob(BoundKnob):
     """One key of some parameter groups.
 
     Args:
-        name, spread, scale, settings: as for `Bound`.
+        name, spread, scale, meaning: as for `BoundKnob`.
         optimizer: whose groups they are.
         key: of the groups.
         indices: the numbers of the groups.
         entry: of a tuple in the group, such as ``betas``.
     """
-
-    simulated: Sequence[tuple[float, float]] = ()
-    """[cell]: the highest and lowest value of the untouched schedule, if it was simulated."""
 
     def __init__(
         self,
@@ -37,13 +34,13 @@ class GroupKnob(Bound):
         key: str,
         indices: Sequence[int],
         scale: Scale | None = None,
+        meaning: Meaning | None = None,
         *,
         entry: int | None = None,
-        **settings: Any,
     ) -> None:
         self.optimizer, self.indices, self.entry = optimizer, list(indices), entry
         cells = [group_cell(optimizer, i, key, entry) for i in indices]
-        super().__init__(name, spread, cells, scale, key=key, **settings)
+        super().__init__(name, spread, cells, scale, meaning, key=key)
 
     def read(self) -> list[Any]:
         values, groups = [], self.optimizer.param_groups
@@ -54,11 +51,11 @@ class GroupKnob(Bound):
 
     def floor(self) -> float:
         own = self.optimizer.param_groups[self.indices[0]].get("min_" + self.key) or 0.0
-        return max(self.simulated[0][1] if self.simulated else 0.0, 0.0) or float(own)
+        return super().floor() or float(own)
 
     def peaks(self) -> list[float]:
         if self.simulated:
-            return [highest for highest, _ in self.simulated]
+            return super().peaks()
         # Without a schedule the group holds the corrected value: the schedule's own is what counts.
         groups = [self.optimizer.param_groups[i] for i in self.indices]
         return [
@@ -82,7 +79,7 @@ class ProductKnob(GroupKnob):
     It is divided by whatever the rate is multiplied by, so that the knob's correction and
     multiplier are those of the product."""
 
-    rates: Mapping[int, tuple[Bound, int]] = {}
+    rates: Mapping[int, tuple[BoundKnob, int]] = {}
     """By parameter group: the knob of its rate, and the number of its cell.
 
     Set by `bind_all`; groups without one have a fixed rate.
@@ -97,7 +94,7 @@ class ProductKnob(GroupKnob):
     def _change_of_rate(self, i: int) -> float:
         """The base value of the rate beside cell ``i``, by its schedule's."""
         rate, place = self.rates.get(self.indices[i], (None, 0))
-        if rate is None or (rate.base is None and not rate.scale.bounded):
+        if rate is None or (rate.off_schedule is None and not rate.scale.bounded):
             return 1.0 if rate is None else rate.correction
         scheduled = float(rate.scheduled[place])
         return float(rate.left[place]) / scheduled if scheduled > 0 else 1.0
@@ -106,10 +103,10 @@ class ProductKnob(GroupKnob):
         rate, place = self.rates.get(self.indices[i], (None, 0))
         if rate is None or getattr(self.optimizer, "decay_at", "replica") == "base":
             return multiplier  # the replica's rate does not enter the decay
-        return multiplier / rate.effective(place, rate.rho)
+        return multiplier / rate.acting(rate.multiplier, place)
 
 
-def bind_all(knobs: Sequence[Knob], optimizer: Optimizer) -> list[Bound]:
+def bind_all(knobs: Sequence[Knob], optimizer: Optimizer) -> list[BoundKnob]:
     """All knobs of a run: rates first, because what is explored as a product with them is
     written after them. Raises ValueError for a knob that cannot be bound, or a product without a
     rate."""
@@ -129,7 +126,7 @@ def bind_all(knobs: Sequence[Knob], optimizer: Optimizer) -> list[Bound]:
     return bound
 
 
-def check_disjoint(knobs: Sequence[Bound], *, tensors: bool) -> None:
+def check_disjoint(knobs: Sequence[BoundKnob], *, tensors: bool) -> None:
     """Raises ValueError if two knobs would move one value.
 
     ``tensors``: also look for groups that hold the same tensor, as torch makes of a tensor

@@ -13,19 +13,25 @@ from torch.optim import Optimizer
 
 from ..core.scale import Scale
 from ..core.spread import check_spread
-from .bound import Bound, Bounds, scale_of
+from .bound import BoundKnob, Bounds, Meaning, scale_of
 from .cells import Cell, attribute_cell, call_cell, item_cell
 
 __all__ = ["Dropout", "LabelSmoothing", "LossWeights", "Scalar", "Temperature"]
 
 
-def _forward_knob(knob: Any, name: str, cells: Sequence[Cell], **flags: Any) -> Bound:
-    """Acts inside ``explore()``. Raises as `Bound`.
+_REGULARISES = Meaning(acts="forward")
+"""The training loss votes for less of it."""
+
+
+def _forward_knob(
+    knob: Any, name: str, cells: Sequence[Cell], meaning: Meaning = _REGULARISES
+) -> BoundKnob:
+    """Acts inside ``explore()``. Raises as `BoundKnob`.
 
     ``knob`` has spread and bounds, and, where it may be linear, scale and unit.
     """
     scale = _scale(name, getattr(knob, "scale", "log"), getattr(knob, "unit", None), knob.bounds)
-    return Bound(name, knob.spread, cells, scale, acts="forward", **flags)
+    return BoundKnob(name, knob.spread, cells, scale, meaning)
 
 
 def _scale(name: str, kind: str, unit: float | None, bounds: Bounds) -> Scale:
@@ -108,7 +114,7 @@ class Scalar:
                 "keeps itself"
             )
 
-    def bind(self, optimizer: Optimizer) -> list[Bound]:
+    def bind(self, optimizer: Optimizer) -> list[BoundKnob]:
         """Raises ValueError for a value outside of the bounds, or one that is not above 0 on a log
         scale."""
         if self.value is not None:
@@ -116,9 +122,10 @@ class Scalar:
         else:
             assert self.get is not None and self.set is not None
             cell = call_cell(self.get, self.set)
-        names = ("valid_on_train_loss", "affects_eval_loss", "on_gradients")
-        flags = {name: getattr(self, name) for name in names}
-        return [_forward_knob(self, self.name, [cell], **flags)]
+        meaning = Meaning(
+            "forward", self.valid_on_train_loss, self.affects_eval_loss, self.on_gradients
+        )
+        return [_forward_knob(self, self.name, [cell], meaning)]
 
 
 @dataclass(frozen=True)
@@ -149,7 +156,7 @@ class Dropout:
     bounds: Bounds = (0.0, 0.9)
     name: str = "dropout"
 
-    def bind(self, optimizer: Optimizer) -> list[Bound]:
+    def bind(self, optimizer: Optimizer) -> list[BoundKnob]:
         """Raises ValueError for a module that does not exist or has no rate, or a model without
         dropout."""
         by_name = dict(self.model.named_modules())
@@ -209,7 +216,7 @@ class LabelSmoothing:
     unit: float | None = None
     bounds: Bounds = (0.0, 0.9)
 
-    def bind(self, optimizer: Optimizer) -> list[Bound]:
+    def bind(self, optimizer: Optimizer) -> list[BoundKnob]:
         """Raises ValueError for a smoothing of 0 on a log scale, or outside of the bounds."""
         target = self.target
         if isinstance(target, (int, float)):
@@ -246,7 +253,7 @@ class LossWeights:
     tasks: Iterable[Any] | None = None
     bounds: Bounds = None
 
-    def bind(self, optimizer: Optimizer) -> list[Bound]:
+    def bind(self, optimizer: Optimizer) -> list[BoundKnob]:
         """Raises ValueError for a task that has no weight, or one that is not above 0."""
         tasks = list(self.weights if self.tasks is None else self.tasks)
         for task in tasks:
@@ -278,7 +285,7 @@ class Temperature:
     attribute: str = "temperature"
     bounds: Bounds = None
 
-    def bind(self, optimizer: Optimizer) -> list[Bound]:
+    def bind(self, optimizer: Optimizer) -> list[BoundKnob]:
         """Raises ValueError for a model without such an attribute, one that is trained, or one that
         is not above 0."""
         found = [module for module in self.model.modules() if hasattr(module, self.attribute)]
@@ -293,5 +300,5 @@ class Temperature:
                 "number or a buffer"
             )
         cells = [attribute_cell(module, self.attribute) for module in found]
-        flags = {"valid_on_train_loss": True, "affects_eval_loss": True}
-        return [_forward_knob(self, self.attribute, cells, **flags)]
+        meaning = Meaning("forward", valid_on_train_loss=True, affects_eval_loss=True)
+        return [_forward_knob(self, self.attribute, cells, meaning)]

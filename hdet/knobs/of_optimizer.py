@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..core.scale import Scale
 from ..core.spread import check_spread
 from ..rules import RULES
-from .bound import Bound, Bounds, scale_of
+from .bound import BoundKnob, Bounds, Meaning, scale_of
 from .cells import attribute_cell
 from .groups import GroupKnob, ProductKnob
 from .of_model import Scalar
@@ -66,9 +66,9 @@ class _OfGroups:
         return scale_of(self.bounds)
 
     def _bind(
-        self, optimizer: Optimizer, key: str, kind: type[GroupKnob] = GroupKnob, name: str = "",
-        **settings: Any,
-    ) -> list[Bound]:  # fmt: skip
+        self, optimizer: Optimizer, key: str, meaning: Meaning,
+        kind: type[GroupKnob] = GroupKnob, name: str = "", entry: int | None = None,
+    ) -> list[BoundKnob]:  # fmt: skip
         """A `GroupKnob` for all groups together, or for each; ``name``: of the knob, by default the
         key."""
         groups, name = optimizer.param_groups, name or key
@@ -86,7 +86,7 @@ class _OfGroups:
         if not usable:
             raise ValueError(f"no parameter group has a {name} to explore: {_MULTIPLIED}")
         make = lambda label, indices: kind(
-            label, self.spread, optimizer, key, indices, self._scale(), **settings
+            label, self.spread, optimizer, key, indices, self._scale(), meaning, entry=entry
         )
         if self.groups is None:
             return [make(name, usable)]
@@ -136,9 +136,9 @@ class LearningRate(_OfGroups):
     groups: Groups = None
     bounds: Bounds = None
 
-    def bind(self, optimizer: Optimizer) -> list[Bound]:
+    def bind(self, optimizer: Optimizer) -> list[BoundKnob]:
         """Raises ValueError for a group that does not exist, or a rate outside of the bounds."""
-        return self._bind(optimizer, "lr", valid_on_train_loss=True)
+        return self._bind(optimizer, "lr", Meaning(valid_on_train_loss=True))
 
 
 @dataclass(frozen=True)
@@ -176,13 +176,14 @@ class WeightDecay(_OfGroups):
                 "leave one of them out"
             )
 
-    def bind(self, optimizer: Optimizer) -> list[Bound]:
+    def bind(self, optimizer: Optimizer) -> list[BoundKnob]:
         """Raises ValueError for a group that does not exist or has no decay, or one outside of the
         bounds."""
         kind = ProductKnob if self.product else GroupKnob
-        knobs = self._bind(optimizer, "weight_decay", kind=kind)
+        knobs = self._bind(optimizer, "weight_decay", Meaning(), kind)
         for knob in knobs:
-            knob.moments_diverge = any(_is_coupled(optimizer, i) for i in knob.indices)
+            is_coupled = any(_is_coupled(optimizer, i) for i in knob.indices)
+            knob.meaning = Meaning(moments_diverge=is_coupled)
         return knobs
 
 
@@ -229,14 +230,14 @@ class Betas(_OfGroups):
     def _scale(self) -> Scale:
         return scale_of(self.bounds, "horizon")
 
-    def bind(self, optimizer: Optimizer) -> list[Bound]:
+    def bind(self, optimizer: Optimizer) -> list[BoundKnob]:
         """Raises ValueError for an optimizer without betas, a group that does not exist, or a beta
         outside of the bounds."""
-        flags: dict[str, Any] = {"valid_on_train_loss": True, "moments_diverge": True}
+        meaning = Meaning(valid_on_train_loss=True, moments_diverge=True)
         return [
             knob
             for i in self.which
-            for knob in self._bind(optimizer, "betas", name=f"beta{i + 1}", entry=i, **flags)
+            for knob in self._bind(optimizer, "betas", meaning, name=f"beta{i + 1}", entry=i)
         ]
 
 
@@ -299,12 +300,13 @@ class GroupValue(_OfGroups):
             (0.0, 0.99999) if self.bounds is None and kind == "horizon" else self.bounds, kind
         )
 
-    def bind(self, optimizer: Optimizer) -> list[Bound]:
+    def bind(self, optimizer: Optimizer) -> list[BoundKnob]:
         """Raises ValueError for groups without the key or that do not exist, and for a value that
         is no number, not above 0 or out of bounds."""
-        names = ("valid_on_train_loss", "moments_diverge")
-        flags = {name: getattr(self, name) for name in names}
-        return self._bind(optimizer, self.key, **flags)
+        meaning = Meaning(
+            valid_on_train_loss=self.valid_on_train_loss, moments_diverge=self.moments_diverge
+        )
+        return self._bind(optimizer, self.key, meaning)
 
 
 @dataclass(frozen=True)
@@ -333,7 +335,7 @@ class ClipNorm:
         check_spread(self.spread)
         scale_of(self.bounds)
 
-    def bind(self, optimizer: Optimizer) -> list[Bound]:
+    def bind(self, optimizer: Optimizer) -> list[BoundKnob]:
         """Raises ValueError without a norm above 0 to begin with."""
         if self.value is not None:
             knob = Scalar(
@@ -349,9 +351,6 @@ class ClipNorm:
                 'ensemble.value("clip_norm")'
             )
         cells = [attribute_cell(optimizer, "max_grad_norm")]
-        return [
-            Bound(
-                "clip_norm", self.spread, cells, scale_of(self.bounds), key="max_grad_norm",
-                valid_on_train_loss=True, moments_diverge=True,
-            )
-        ]  # fmt: skip
+        meaning = Meaning(valid_on_train_loss=True, moments_diverge=True)
+        scale = scale_of(self.bounds)
+        return [BoundKnob("clip_norm", self.spread, cells, scale, meaning, key="max_grad_norm")]

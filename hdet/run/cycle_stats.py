@@ -108,18 +108,16 @@ class LocalReplica:
     masters: Masters
     """Gives what the optimizer keeps beside each of them: float32, or the lower half of the split
     form, or None."""
-    loss_meter: LossMeter
 
 
 def local_replicas(
     replicas: Replicas, optimizer: Optimizer, tensors: Sequence[torch.Tensor]
 ) -> list[LocalReplica]:
     """The replicas that this process holds, each with its own of ``tensors``."""
-    device = local_parts(tensors[:1])[0].device
 
     def replica(place: int) -> LocalReplica:
         masters = masters_of(optimizer, tensors, place)
-        return LocalReplica(lambda: replicas.sets(tensors)[place], masters, LossMeter(device))
+        return LocalReplica(lambda: replicas.sets(tensors)[place], masters)
 
     return [replica(place) for place in range(len(replicas.local))]
 
@@ -151,6 +149,7 @@ class CycleStats(NamedTuple):
 def gather_stats(
     replicas: Replicas,
     members: Sequence[LocalReplica],
+    losses: Sequence[LossMeter],
     measured: Sequence[Measured],
     purpose: str,
     *,
@@ -163,13 +162,14 @@ def gather_stats(
     Args:
         purpose: of the collective, for the error of a rank that has come for another one.
         members: the replicas of this process.
-        measured: of each of them.
+        losses, measured: of each of them.
         compare: add two marks of the parameters, to recognise equal replicas.
         marks: whole numbers below 2^40 that are to be compared.
     """
     replicas.write_back()
     rows = [
-        _row(member, own, compare, marks) for member, own in zip(members, measured, strict=True)
+        _row(member, meter, own, compare, marks)
+        for member, meter, own in zip(members, losses, measured, strict=True)
     ]
     widths = {name: len(row) for name, row in measured[0].items()}
     return parse(replicas.sum_rows(*rows, purpose=purpose), len(marks) + 2 * compare, widths)
@@ -177,13 +177,14 @@ def gather_stats(
 
 def _row(
     member: LocalReplica,
+    losses: LossMeter,
     measured: Measured,
     compare: bool,
     marks: Sequence[float | torch.Tensor],
 ) -> torch.Tensor:
     """float64 on the parameters' device."""
     parameters = local_parts(member.parameters())
-    row = member.loss_meter.stats()
+    row = losses.stats()
     row[1] += torch.where(all_finite(parameters).to(row.device) == 1, 0.0, math.nan)
     pieces = [
         row,

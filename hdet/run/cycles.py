@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from ..core.divergence import Divergence, Verdict, judge
-from ..core.engine import CycleOutcome, Engine
-from ..core.plan import Decision
-from ..schedule import Schedule
+from ..core.divergence import Verdict, judge
+from ..core.engine import CycleOutcome
+from ..logging import CycleRecord
 from ..tensors.profiling import ranged
-from ..trial.auto import AutoLR
-from ..trial.searched import Closure
-from .cycle_stats import CycleStats, Measured, gather_stats
+from ..trial.rule import RateInterval
+from .cycle_stats import CycleStats, LossMeter, Measured, gather_stats
 from .fan_out import FanOut
 from .faults import Guard
 from .history import cycle_record
-from .measurements import Panel
-from .replica_parameters import ReplicaWeights
+from .measurements import Measurements
+from .replica_parameters import ReplicaParameters
+from .same_run import Agreement
+from .setup import Setup
 
 __all__ = ["Cycles", "ReplicasDiverged"]
 
@@ -38,68 +38,81 @@ class Cycles:
     """Begins and ends the cycles of one run.
 
     Args:
-        engine: counts, draws multipliers, asks the controller.
-        schedule: base values.
+        run: what it is made of.
         fan_out: puts multipliers into the optimizer's step.
-        weights: averages the replicas.
-        panel: the controller's measurements.
-        divergence: when a replica is left out, or a cycle rolled back.
-        during: put, with a name, around what communicates.
-        search: an `AutoLR`, which searches in the first steps.
-        has_local_gradients: does each replica step with gradients of its own?
+        parameters: averages the replicas.
+        agreement: sees the parameters before the first step.
+        guard: put, with a name, around what communicates.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        schedule: Schedule,
+        run: Setup,
         fan_out: FanOut,
-        weights: ReplicaWeights,
-        panel: Panel,
-        divergence: Divergence,
-        during: Guard,
-        search: AutoLR | None,
-        has_local_gradients: bool,
+        parameters: ReplicaParameters,
+        agreement: Agreement,
+        guard: Guard,
     ) -> None:
-        self.engine, self.schedule, self.fan_out, self.weights = engine, schedule, fan_out, weights
-        self.panel, self.divergence, self.during, self.search = panel, divergence, during, search
-        self.replicas, self.has_local_gradients = weights.replicas, has_local_gradients
+        self.engine, self.schedule, self.search = run.engine, run.schedule, run.search
+        self.fan_out, self.parameters, self._agreement = fan_out, parameters, agreement
+        self.replicas, self._optimizer, self._divergence = (
+            run.replicas,
+            run.optimizer,
+            run.divergence,
+        )
+        self._guard, self.measurements = guard, Measurements(run, guard)
+        self.losses = [LossMeter(parameters.device) for _ in run.replicas.local]
+        """[local replica]: since the running cycle began."""
+        self._is_local, self._times_device = run.is_local, run.log is not None
         self.notes: list[str] = []
         """For the next record."""
-        self.trial: Mapping[str, Any] | None = None
-        """What an `AutoLR` has measured, for the next record."""
+        self._interval: RateInterval | None = None  # of the search, once a record has it
         self.has_explored = False
         """Was `Ensemble.explore` entered in this cycle?"""
         self.can_part = False
         """Can replicas differ after steps of the running cycle?"""
         self.has_samples = False
         """Does something look at steps of the running cycle?"""
-        self.times_device = False
-        """Does somebody read how long a part took, so that the device has to be waited for?"""
         self._stay_equal = self.replicas.count == 1
-        self._buffer_marks = weights.tensors.marks()
+        self._buffer_marks = parameters.tensors.marks()
 
     # -- begin -------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """A cycle: its multipliers, its measurements."""
-        self.panel.begin_cycle()
+        self.measurements.begin_cycle()
         self.reset_losses()
         self.has_explored, self.has_samples = False, bool(self.engine.plan.measures)
         table = self.engine.multipliers()
         self.can_part = self._can_replicas_part()
         replicas = [[row[r] for row in table] for r in self.replicas.local]
-        base = [[1.0] * len(table)] * self.weights.average.companions
+        base = [[1.0] * len(table)] * self.parameters.average.companions
         self.fan_out.assign(*replicas, *base)
 
     def _can_replicas_part(self) -> bool:
-        has_own_gradients = self.has_local_gradients and self.replicas.count > 1
+        has_own_gradients = self._is_local and self.replicas.count > 1
         return self.engine.explores or has_own_gradients
 
+    def begin_steps(self) -> None:
+        """Before the first optimizer step after an average."""
+        self._agreement.look()
+        self.parameters.on_cycle_start()
+        if self.search is not None:
+            self.search.before_first_step()
+
+    def close(self) -> None:
+        """The end of the run, and of what looks at it."""
+        self.measurements.release()
+        if self.search is not None:
+            self.search.close()
+        self.fan_out.close()
+        self.parameters.average.close()
+        self.replicas.detach()
+
     def reset_losses(self) -> None:
-        for member in self.weights.local:
-            member.loss_meter.reset()
-        self.panel.reset()
+        for meter in self.losses:
+            meter.reset()
+        self.measurements.reset()
 
     # -- where a call may stand --------------------------------------------------------------------
 
@@ -128,8 +141,8 @@ class Cycles:
         """Are parameters and averaged buffers known to be equal on all replicas?"""
         return self._stay_equal or (
             not self.fan_out.moved
-            and self.weights.average.idle
-            and self.weights.tensors.unwritten(self._buffer_marks)
+            and self.parameters.average.idle
+            and self.parameters.tensors.unwritten(self._buffer_marks)
         )
 
     @property
@@ -141,47 +154,26 @@ class Cycles:
         """Replicas are equal. Buffers may differ after the next step even without a spread, each
         having seen its own data."""
         self.fan_out.note_average()
-        has_buffers = len(self.weights.tensors.buffers) > 0
+        has_buffers = len(self.parameters.tensors.buffers) > 0
         # At a cycle's end the engine is at the next one, which may be of another kind.
-        stays = self.weights.average.idle and not self._can_replicas_part() and not has_buffers
+        stays = self.parameters.average.idle and not self._can_replicas_part() and not has_buffers
         self._stay_equal = self.replicas.count == 1 or stays
-        self._buffer_marks = self.weights.tensors.marks()
+        self._buffer_marks = self.parameters.tensors.marks()
 
     def note_restore(self) -> None:
         """A search has put the first weights back, and what was measured since counts no more."""
-        with self.during("average"):
-            self.weights.note_restore()
+        with self._guard("average"):
+            self.parameters.note_restore()
         self.note_average()
         self.engine.level = None
         self.reset_losses()
 
     def note_load(self) -> None:
         """A state was loaded: nothing is known of the parameters."""
+        self._interval = None if self.search is None else self.search.interval
         self._stay_equal = self.replicas.count == 1
-        self.weights.note_load()
+        self.parameters.note_load()
         self.begin()
-
-    def search_rate(self, closure: Closure | None, loss: torch.Tensor | float | None) -> str | None:
-        """One step of the search. Returns what it has decided, in a line. ``loss``: the loop's."""
-        search = self.search
-        assert search is not None
-        with self.during("trial"):
-            factor = search.after_step(closure, loss)
-        if factor is None:
-            return None
-        if factor != 1:
-            decision, schedule = Decision(factor=factor), self.schedule
-            for k, (knob, peaks) in enumerate(zip(schedule.knobs, schedule.peaks(), strict=True)):
-                if knob.key == "lr":
-                    self.notes += self.engine.apply(k, decision, peaks[0])
-            schedule.write(self.engine)
-        if factor < 1:  # the first weights are in place again
-            self.note_restore()
-            search.on_restart()
-        assert search.interval is not None
-        self.trial = search.interval.to_dict()
-        self.notes.append(search.note)
-        return search.note
 
     # -- an average --------------------------------------------------------------------------------
 
@@ -192,10 +184,10 @@ class Cycles:
             finite = [r for r, good in enumerate(stats.finite) if good]
             if not finite:
                 raise self._all_diverged("no replica has finite parameters left")
-            is_plain = self.weights.average.idle and not self.weights.moments.are_averaged
+            is_plain = self.parameters.average.idle and not self.parameters.moments.are_averaged
             if not (is_plain and stats.are_alike):
-                with self.during("average"):
-                    self.weights.complete(finite)
+                with self._guard("average"):
+                    self.parameters.complete(finite)
             self.note_average()
             for r in set(range(self.replicas.count)) - set(finite):
                 note = f"replica {r} left out of the average: parameters not finite"
@@ -208,34 +200,35 @@ class Cycles:
         raised on every rank."""
         marks: list[Any] = []
         if self.replicas.world_group is not None:
-            marks = [self.schedule.mark(), *self.weights.marks()]
-        with self.during("statistics"):
+            marks = [self.schedule.mark(), *self.parameters.marks()]
+        with self._guard("statistics"):
             stats = gather_stats(
-                self.replicas, self.weights.local, measured, purpose, compare=compare, marks=marks
-            )
+                self.replicas, self.parameters.local, self.losses, measured, purpose,
+                compare=compare, marks=marks,
+            )  # fmt: skip
         if marks:
             self.schedule.check_marks(stats.marks[0])
-            self.weights.check_marks(stats.marks[1 : len(marks)])
+            self.parameters.check_marks(stats.marks[1 : len(marks)])
         return stats
 
     # -- end ---------------------------------------------------------------------------------------
 
     @ranged("hdet.cycle")
-    def end(self) -> dict[str, Any]:
+    def end(self) -> CycleRecord:
         """Measure, average, let the controller decide, begin the next cycle. Returns the record."""
         is_searching = self.search is not None and not self.search.done
         self._check_explored()
         started = self._now()
         compare = self.replicas.count > 1 and not self.can_part
-        rows = self.panel.rows(self._as_replica, len(self.replicas.local))
+        rows = self.measurements.rows(self._as_replica, len(self.replicas.local))
         probed = self._now()
         stats = self._gather("the end of a cycle", rows, compare=compare)
-        measured = self.panel.split(stats.measured)
+        measured = self.measurements.split(stats.measured)
         if is_searching:  # what breaks in the first steps is rolled back by the search
             finite = [r for r, good in enumerate(stats.finite) if good]
             verdict = Verdict(finite or list(range(self.replicas.count)))
         else:
-            verdict = judge(self.divergence, stats.finite, stats.raw_losses, self.engine.level)
+            verdict = judge(self._divergence, stats.finite, stats.raw_losses, self.engine.level)
         self.notes += verdict.notes
         self._average(verdict, are_equal=compare and stats.are_alike)
         averaged = self._now()
@@ -244,20 +237,26 @@ class Cycles:
         else:
             outcome = self._decide(verdict, stats, measured)
         self.note_average()
-        self.schedule.write(self.engine)
+        self.schedule.write()
         record = cycle_record(
             self.engine, self.schedule, outcome, losses=stats.losses, scores=measured,
             notes=self.notes, probe_ms=1e3 * (probed - started),
-            converge_ms=1e3 * (averaged - probed), trial=self.trial,
-            trial_steps=self.search.cost if self.search is not None and self.trial else 0.0,
-            searching=is_searching,
+            converge_ms=1e3 * (averaged - probed), searching=is_searching, **self._take_trial(),
         )  # fmt: skip
-        self.notes, self.trial = [], None
+        self.notes = []
         self.begin()
         return record
 
+    def _take_trial(self) -> dict[str, Any]:
+        """What the search has measured in this cycle, for its record."""
+        search = self.search
+        if search is None or search.interval is None or search.interval is self._interval:
+            return {"trial": None, "trial_steps": 0.0}
+        self._interval = search.interval
+        return {"trial": search.interval.to_dict(), "trial_steps": search.cost}
+
     def _check_explored(self) -> None:
-        forward = [knob for knob in self.schedule.knobs if knob.acts == "forward"]
+        forward = [knob for knob in self.schedule.knobs if knob.meaning.acts == "forward"]
         if self.has_explored or not self.engine.explores:
             return
         if any(knob.spread > 0 for knob in forward):
@@ -272,31 +271,31 @@ class Cycles:
     def _as_replica(self, place: int) -> Iterator[None]:
         """While it is scored: the local replica's own values of the knobs that affect an
         evaluation, base values of all others."""
-        own = self.fan_out.exploring(place, lambda knob: knob.affects_eval_loss)
+        own = self.fan_out.exploring(place, lambda knob: knob.meaning.affects_eval_loss)
         with self.replicas.use(self.replicas.local[place]), own:
             yield
 
     @ranged("hdet.converge")
     def _average(self, verdict: Verdict, *, are_equal: bool) -> None:
         """Average the replicas, or restore the beginning of a cycle that is rolled back."""
-        with self.during("average"):
+        with self._guard("average"):
             if verdict.roll_back:
                 attempts = self.engine.rollbacks_in_row
-                if attempts >= self.divergence.attempts:
+                if attempts >= self._divergence.attempts:
                     raise self._all_diverged(
                         f"{attempts} cycles in a row were rolled back, and the next one diverged "
                         "too"
                     )
-                self.weights.roll_back(attempts)
+                self.parameters.roll_back(attempts)
             elif not verdict.healthy:
                 raise self._all_diverged("no replica has finite parameters left")
             # N times x / N is not always x in floating point, and spread 0 is to be DDP bitwise.
-            elif not (are_equal and self.weights.average.idle):
-                self.notes += self.weights.end_cycle(verdict.healthy)
+            elif not (are_equal and self.parameters.average.idle):
+                self.notes += self.parameters.end_cycle(verdict.healthy)
 
     def _roll_back(self) -> CycleOutcome:
         """Lower rates in the place of a decision."""
-        lower = self.divergence.lower
+        lower = self._divergence.lower
         self.notes.append(f"cycle rolled back; base values multiplied by {lower:g}")
         return self.engine.roll_back(lower)
 
@@ -310,16 +309,11 @@ class Cycles:
             name: [row if vote else None for row, vote in zip(rows, stats.votes, strict=True)]
             for name, rows in measured.items()
         }
-        schedule.write(engine)  # the base values of the next step
-        outcome = engine.close(
-            stats.losses, voting, scheduled=schedule.values(), values=schedule.base_values(),
-            peak=[own[0] for own in schedule.peaks()], floor=schedule.floors(),
-            highest=schedule.highest(), local=self.has_local_gradients,
-            step=engine.step if schedule.step is None else schedule.step,
+        schedule.write()  # the base values of the next step
+        return engine.close(
+            stats.losses, voting, step=schedule.step, local=self._is_local,
+            is_search_over=self.search is None or self.search.done,
         )  # fmt: skip
-        if outcome.evidence is not None:
-            schedule.forget_highest()
-        return outcome
 
     def _all_diverged(self, why: str) -> ReplicasDiverged:
         return ReplicasDiverged(
@@ -330,6 +324,6 @@ class Cycles:
 
     def _now(self) -> float:
         """Seconds."""
-        if self.times_device and self.weights.device.type == "cuda":
-            torch.cuda.synchronize(self.weights.device)
+        if self._times_device and self.parameters.device.type == "cuda":
+            torch.cuda.synchronize(self.parameters.device)
         return time.perf_counter()

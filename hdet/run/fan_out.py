@@ -13,10 +13,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..knobs import Bound
+from ..knobs import BoundKnob
 from ..optim.snapshot import without_hooks
-from ..schedule import Schedule
 from ..tensors.dtensor import gradient_norm
+from .setup import Setup
 
 __all__ = ["FanOut"]
 
@@ -36,25 +36,13 @@ class FanOut:
     is no step of the run: it is passed through, and not counted.
 
     Args:
-        optimizer: of the run.
-        schedule: of the run, whose knobs are moved.
-        first_replica: number of the (first) replica that the optimizer steps, by which a fused one
-            draws random numbers.
-        on_cycle_start: called before the first step after an average.
-        skippable: replicas may skip a step each by itself, and count it nevertheless.
-        needs_dense: are sparse gradients refused?
+        run: whose knobs are moved. With local gradients replicas may skip a step each by itself,
+            and count it nevertheless.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        schedule: Schedule,
-        first_replica: int,
-        on_cycle_start: Callable[[], object],
-        skippable: bool,
-        needs_dense: bool,
-    ) -> None:
-        self.optimizer, self.schedule, self.knobs = optimizer, schedule, schedule.knobs
+    def __init__(self, run: Setup) -> None:
+        optimizer = run.optimizer
+        self.optimizer, self.schedule, self.knobs = optimizer, run.schedule, run.schedule.knobs
         self.multipliers: list[list[float]] = [[1.0] * len(self.knobs)]  # [replica][knob]
         self.explored: int | None = None
         """Number of the local replica whose values are in use outside of a step."""
@@ -65,9 +53,9 @@ class FanOut:
         self.gradient_norm: torch.Tensor | None = None
         """Of this rank's gradients in the first step: 0-d float64. None before it."""
         self.is_fused = isinstance(getattr(optimizer, "multipliers", None), list)
-        self._on_cycle_start, self._skippable = on_cycle_start, skippable
-        self._needs_dense = needs_dense
-        self._first = first_replica
+        self._on_cycle_start: Callable[[], object] = _do_nothing
+        self._skippable, self._needs_dense = run.is_local, run.replicas.count > 1
+        self._first = run.replicas.local[0]  # by which a fused optimizer draws random numbers
         self._steps = self._idle_calls = 0  # done, and calls of `take_stepped` without one
         self._is_told = False  # that there are such calls
         self._is_first_step = True  # of a cycle, or after an average
@@ -79,11 +67,13 @@ class FanOut:
         self._in_step = [
             (k, knob)
             for k, knob in enumerate(self.knobs)
-            if knob.acts == "step" and not (self.is_fused and knob.key == "lr")
+            if knob.meaning.acts == "step" and not (self.is_fused and knob.key == "lr")
         ]
 
-    def attach(self) -> None:
-        """Let the optimizer's step be `step`."""
+    def attach(self, on_cycle_start: Callable[[], object]) -> None:
+        """Let the optimizer's step be `step`. ``on_cycle_start`` is called before the first one
+        after an average."""
+        self._on_cycle_start = on_cycle_start
         optimizer: Any = self.optimizer
         if self.is_fused:
             optimizer.first_replica = self._first
@@ -223,7 +213,7 @@ class FanOut:
         self.multipliers = [list(multipliers) for multipliers in replicas]
         self._is_first_step = True
         for knob, multiplier in zip(self.knobs, self.multipliers[0], strict=True):
-            knob.rho = multiplier
+            knob.multiplier = multiplier
         self._moves = self._are_rates_bounded or any(rho != 1.0 for rho in self.multipliers[0])
         if self.is_fused:
             self._hand_on_multipliers()
@@ -234,7 +224,7 @@ class FanOut:
         for row, multipliers in zip(table, self.multipliers, strict=True):
             for knob, multiplier in zip(self.knobs, multipliers, strict=True):
                 for i, index in enumerate(knob.indices if knob.key == "lr" else ()):
-                    row[index] = knob.effective(i, multiplier)
+                    row[index] = knob.acting(multiplier, i)
         self.optimizer.multipliers[:] = table  # type: ignore[attr-defined]
 
     def note_average(self) -> None:
@@ -251,7 +241,7 @@ class FanOut:
         self._wait_for_state = hook.remove
 
     @contextmanager
-    def exploring(self, place: int, which: Callable[[Bound], bool]) -> Iterator[None]:
+    def exploring(self, place: int, which: Callable[[BoundKnob], bool]) -> Iterator[None]:
         """Inside, those of the knobs of the forward pass have the values of this process's replica
         number ``place``."""
         if self.explored is not None:
@@ -267,7 +257,7 @@ class FanOut:
         try:
             with ExitStack() as stack:
                 for knob, multiplier in zip(self.knobs, self.multipliers[place], strict=True):
-                    if knob.acts == "forward" and which(knob):
+                    if knob.meaning.acts == "forward" and which(knob):
                         stack.enter_context(knob.fanned_out(multiplier))
                 yield
         finally:

@@ -7,15 +7,17 @@ import logging
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
 
 from ..controllers.probe_rule import PROBE
 from ..core.engine import CycleOutcome, Engine
-from ..core.replay import record_of
+from ..logging import CycleRecord
 from ..schedule import Schedule
+from .setup import Setup
 
 __all__ = ["Records", "cycle_record"]
 
@@ -44,15 +46,15 @@ class Records:
     By default the first rank's notes are logged at the level INFO, everything else at DEBUG.
     """
 
-    def __init__(self, engine: Engine, log: Callable[[dict[str, Any], int], object] | None) -> None:
-        self.engine, self.log = engine, log
+    def __init__(self, run: Setup) -> None:
+        self.engine, self.search, self.log = run.engine, run.search, run.log
         self.tell: Callable[[str], object] | None = None
         """A framework's log may stand here."""
-        self.history = deque[dict[str, Any]](maxlen=1000)
-        self._last_report, self._told = "", set[str]()
+        self.history = deque[CycleRecord](maxlen=1000)
+        self._last_reports, self._told = dict[str, str](), set[str]()
 
-    def add(self, record: dict[str, Any]) -> None:
-        self.history.append({key: value for key, value in record.items() if key != "record"})
+    def add(self, record: CycleRecord) -> None:
+        self.history.append({**record, "record": {}})
         for note in record["notes"]:
             if note not in self._told:
                 self.tell_note(note)
@@ -63,12 +65,13 @@ class Records:
 
     def report(self) -> str:
         """See `hdet.Ensemble.report`."""
-        engine, controller = self.engine, self.engine.controller
-        if controller is None:
-            return "no controller: nothing moves the values of the schedule"
-        pairs = zip(engine.knobs, engine.corrections, strict=True)
-        moved = ", ".join(f"{knob.name} {by:.4g}" for knob, by in pairs)
-        return controller.report() or f"{controller.name}: corrections of the schedule: {moved}"
+        controller, search = self.engine.controller, self.search
+        reports = [one.report() for one in (search, controller) if one is not None]
+        if controller is not None and search is None and not controller.report():
+            moved = [f"{value.name} {value.correction:.4g}" for value in self.engine.values]
+            return f"{controller.name}: corrections of the schedule: {', '.join(moved)}"
+        said = "; then: ".join(filter(None, reports))
+        return said or "no controller: nothing moves the values of the schedule"
 
     def tell_note(self, note: str) -> None:
         """At once, what the next record will have among its notes."""
@@ -79,17 +82,20 @@ class Records:
         self._told.add(note)
 
     def tell_report(self) -> None:
-        controller = self.engine.controller
-        report = "" if controller is None else controller.report()
-        if controller is not None and report not in ("", self._last_report):
-            # Whoever shows no INFO would wait for a controller that does nothing from the start on.
-            search = controller.search
-            is_idle = controller.idle or (search is not None and search.is_too_short)
+        controller, search = self.engine.controller, self.search
+        if search is not None:
+            self._tell_report(search.name, search.report(), search.done or search.is_too_short)
+        if controller is not None:
+            self._tell_report(controller.name, controller.report(), controller.idle)
+
+    def _tell_report(self, name: str, report: str, is_idle: bool) -> None:
+        if report not in ("", self._last_reports.get(name)):
             tell = self.tell or _LOG.debug
+            # Whoever shows no INFO would wait for one that does nothing from the start on.
             if self.engine.step == 0 and is_idle:
                 tell = _LOG.warning
-            tell(f"hdet, {controller.name}: {report}")
-        self._last_report = report
+            tell(f"hdet, {name}: {report}")
+        self._last_reports[name] = report
 
 
 def cycle_record(
@@ -97,37 +103,31 @@ def cycle_record(
     schedule: Schedule,
     outcome: CycleOutcome,
     *,
+    losses: list[float | None],
     scores: Mapping[str, Sequence[Sequence[float]]],
     notes: Sequence[str],
-    **more: Any,
-) -> dict[str, Any]:
-    """After `Engine.close` or `Engine.roll_back`, and `Schedule.write`. docs/loop.md has the keys;
-    ``more``: those that the Ensemble knows (losses, trial, trial_steps, searching, converge_ms,
-    probe_ms)."""
-    columns: dict[str, Iterable[Any]] = {
-        "values": schedule.base_values(),
-        "scheduled": schedule.values(),
-        "corrections": engine.corrections,
-        "slopes": [decision.slope for decision in outcome.decisions],
-        "errors": [decision.error for decision in outcome.decisions],
-        "t": [decision.t for decision in outcome.decisions],
-        "multipliers": outcome.multipliers,
-    }
-    names = [knob.name for knob in schedule.knobs]
-    return {
-        "event": "cycle",
-        "cycle": outcome.cycle,
-        "step": engine.step,
-        **{key: dict(zip(names, column, strict=True)) for key, column in columns.items()},
-        "probe": [_finite_mean(row) for row in scores[PROBE]] if PROBE in scores else None,
-        "left_out": outcome.left_out,
-        "rolled_back": outcome.rolled_back,
-        "rollbacks": engine.rollbacks,
-        "diverged_total": engine.diverged_total,
-        **more,
-        "notes": [*notes, *outcome.notes],
-        "record": record_of(outcome),
-    }
+    probe_ms: float,
+    converge_ms: float,
+    trial: Mapping[str, Any] | None,
+    trial_steps: float,
+    searching: bool,
+) -> CycleRecord:
+    """After `Engine.close` or `Engine.roll_back`, and `Schedule.write`."""
+    by_knob, decisions = schedule.by_knob, outcome.decisions
+    return CycleRecord(
+        event="cycle", cycle=outcome.cycle, step=engine.step,
+        values=by_knob(schedule.base_values()), scheduled=by_knob(schedule.values()),
+        corrections=by_knob(schedule.corrections()),
+        slopes=by_knob([decision.slope for decision in decisions]),
+        errors=by_knob([decision.error for decision in decisions]),
+        t=by_knob([decision.t for decision in decisions]),
+        multipliers=by_knob(outcome.multipliers), losses=losses,
+        probe=[_finite_mean(row) for row in scores[PROBE]] if PROBE in scores else None,
+        left_out=outcome.left_out, rolled_back=outcome.rolled_back, rollbacks=engine.rollbacks,
+        diverged_total=engine.diverged_total, probe_ms=probe_ms, converge_ms=converge_ms,
+        trial=trial, trial_steps=trial_steps, searching=searching,
+        notes=[*notes, *outcome.notes], record=asdict(outcome),
+    )  # fmt: skip
 
 
 def _finite_mean(values: Sequence[float]) -> float | None:

@@ -7,39 +7,34 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..controllers.measurement import Measurement, Watched
-from ..core.engine import Engine
+from ..optim.snapshot import masters_of
+from .setup import Setup
 
-__all__ = ["Panel"]
+__all__ = ["Measurements"]
 
 
-class Panel:
-    """The measurements that the running cycle's plan names.
+class Measurements:
+    """Those of the controller that the running cycle's plan names.
 
     Args:
-        engine: whose controller has them.
-        during: is put, with a name, around what communicates.
+        run: whose controller has them.
+        guard: is put, with a name, around what communicates.
+
+    Raises:
+        ValueError: something cannot be measured in this run.
     """
 
-    def __init__(
-        self, engine: Engine, during: Callable[[str], AbstractContextManager[None]]
-    ) -> None:
-        self._engine, self._during = engine, during
-        controller = engine.controller
+    def __init__(self, run: Setup, guard: Callable[[str], AbstractContextManager[None]]) -> None:
+        self._engine, self._guard, controller = run.engine, guard, run.controller
         self._all: Mapping[str, Measurement] = {} if controller is None else controller.measurements
-
-    def watch(self, watched: Watched) -> None:
-        """Once, before the first step. Raises ValueError for a run in which something cannot be
-        measured."""
+        sets = run.replicas.sets(run.trained)
+        masters = [masters_of(run.optimizer, run.trained, place) for place in range(len(sets))]
+        # They are not given what holds them in turn.
+        watched = Watched(run.optimizer, sets, masters, run.engine.clock)
         for measurement in self._all.values():
             measurement.watch(watched)
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The models that are run."""
-        return [module for measurement in self._all.values() for module in measurement.modules]
 
     # -- a cycle, in this order --------------------------------------------------------------------
 
@@ -68,7 +63,7 @@ class Panel:
         table: list[dict[str, torch.Tensor]] = [{} for _ in range(places)]
         used = list(self._used())
         for place in range(places) if used else ():
-            with self._during("probe"), as_replica(place):
+            with self._guard("probe"), as_replica(place):
                 rows = {name: one.measure(self._engine.cycle, place) for name, one in used}
             table[place] = {name: row for name, row in rows.items() if row is not None}
         return table

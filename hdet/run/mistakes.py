@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -12,9 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..core.engine import Engine
+from ..core.validate import warn
 from ..knobs.cells import close
-from ..optim.snapshot import keeps_weights
-from ..schedule import Schedule
 from ..simulation import has_begun
 
 __all__ = [
@@ -22,32 +20,9 @@ __all__ = [
     "refuse_backward",
     "refuse_eval_mode",
     "refuse_join",
-    "warn_of_idle_run",
+    "warn_of_less_control",
     "warn_of_lost_state",
-    "warn_of_no_controller",
 ]
-
-
-def warn_of_idle_run(optimizer: Optimizer, schedule: Schedule, total_steps: int | None) -> None:
-    """Warns of a run in which nothing is trained, or which is not as long as its schedule."""
-    scheduler, params = schedule.scheduler, [p for g in optimizer.param_groups for p in g["params"]]
-    rates = [
-        peak
-        for knob, row in zip(schedule.knobs, schedule.peaks(), strict=True)
-        for peak in row
-        if knob.key == "lr"
-    ]
-    if not any(p.requires_grad or keeps_weights(optimizer) for p in params):
-        _warn("each parameter of the optimizer is frozen (requires_grad=False): nothing is trained")
-    if scheduler is not None and rates and not any(rates):
-        _warn("the learning rate is 0, and its schedule multiplies it: nothing is trained")
-    for name in ("T_max", "total_steps"):
-        own = getattr(scheduler, name, total_steps)
-        if total_steps is not None and own != total_steps:
-            _warn(
-                f"total_steps is {total_steps}, but {name} of the {type(scheduler).__name__} is "
-                f"{own}: write one number for both, of optimizer steps, not epochs"
-            )
 
 
 def find_lost_state(optimizer: Optimizer, scheduler: object, searches: bool) -> str:
@@ -74,11 +49,10 @@ def _last_rates(scheduler: Any) -> list[Any]:
 
 def warn_of_lost_state(which: str) -> None:
     """``which``: of `find_lost_state`."""
-    warnings.warn(
+    warn(
         f"{which}. On resuming load the states of both, and ensemble.state_dict(), without which "
         "a correction is lost (docs/checkpoints.md). In a new run make the scheduler after the "
         "rate was written; find_rate(...).apply writes to both",
-        stacklevel=4,
     )
 
 
@@ -121,18 +95,17 @@ def _is_positive(steps: object) -> bool:
     return isinstance(steps, (int, float, torch.Tensor)) and bool(steps > 0)
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=5)
-
-
-def warn_of_no_controller(engine: Engine, saved: str) -> None:
-    """A state of a run with the controller ``saved`` was loaded into one without any."""
-    names = [knob.name for knob in engine.knobs]
-    kept = ", ".join(f"{n} {c:.4g}" for n, c in zip(names, engine.corrections, strict=True))
+def warn_of_less_control(engine: Engine, state: Mapping[str, Any]) -> None:
+    """A state was loaded into a run without the search or the controller of the saved one."""
+    lacks = [] if engine.searches or state["search"] is None else ["an AutoLR"]
+    if engine.controller is None and state["controller"] is not None:
+        lacks.append(f"controller {state['controller']!r}")
+    if not lacks:
+        return
+    kept = ", ".join(f"{value.name} {value.correction:.4g}" for value in engine.values)
     spread = ", and replicas stay spread: knobs=[hdet.LearningRate(0)] ends that"
-    warnings.warn(
-        f"the ensemble's state was saved with controller {saved!r}, and this run has none: the "
+    warn(
+        f"the ensemble's state was saved with {' and '.join(lacks)}, and this run has none: the "
         f"corrections {kept} stay as they are, and no other values are tried"
         f"{spread if engine.explores else ''}",
-        stacklevel=5,  # past a context manager,
     )

@@ -10,54 +10,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
 
 from ..converge import Averager, Task
-from ..converge.sync import Sync, Tied
-from ..core.divergence import Divergence
+from ..converge.sync import Tied
 from ..optim.snapshot import CycleStarts, beside
-from ..replicas import ReplicaDisagreement, Replicas
+from ..replicas import ReplicaDisagreement
 from ..replicas.agreement import digest
-from ..tensors.buffers import ReplicaTensors
 from ..tensors.dtensor import local_parts, reshard
 from .cycle_stats import local_replicas
 from .moments import Moments
+from .setup import Setup
 
-__all__ = ["ReplicaWeights", "check_tied"]
+__all__ = ["ReplicaParameters", "check_tied"]
 
 
-class ReplicaWeights:
-    """What an `Ensemble` does to parameters.
+class ReplicaParameters:
+    """What an `Ensemble` does to parameters. If one process holds all replicas, their optimizer
+    averages them, and not the `Sync`'s way."""
 
-    Args:
-        tensors: parameters, then buffers; DTensors stand for their shards.
-        sync: its ``converge`` is unused if one process holds all replicas, whose optimizer averages
-            them.
-        modules: what is known to hold these parameters.
-    """
-
-    def __init__(
-        self,
-        tensors: ReplicaTensors,
-        optimizer: Optimizer,
-        replicas: Replicas,
-        sync: Sync,
-        divergence: Divergence,
-        modules: Sequence[nn.Module] = (),
-    ) -> None:
-        self.tensors, self.replicas, self._sync, self._modules = tensors, replicas, sync, modules
-        self._optimizer = optimizer
-        self.local = local_replicas(replicas, optimizer, tensors)
+    def __init__(self, run: Setup) -> None:
+        self.tensors, self.replicas, self._optimizer = run.tensors, run.replicas, run.optimizer
+        self._sync, self._models = run.sync, run.models
+        self.local = local_replicas(run.replicas, run.optimizer, run.tensors)
         task = Task(
-            tensors, replicas, optimizer, self.local[0].masters, sync.bucket_bytes, sync.gradients
-        )
+            run.tensors, run.replicas, run.optimizer, self.local[0].masters, run.sync.bucket_bytes,
+            run.sync.gradients,
+        )  # fmt: skip
         self.average: Averager = (
-            _CoresidentAverager(task) if len(self.local) > 1 else sync.converge.build(task)
+            _CoresidentAverager(task) if len(self.local) > 1 else run.sync.converge.build(task)
         )
-        self.moments = Moments(sync.moments, optimizer, replicas, sync.bucket_bytes)
-        place = divergence.rollback
-        self._starts = None if place is None else CycleStarts(tensors, optimizer, place)
+        self.moments = Moments(run.sync.moments, run.optimizer, run.replicas, run.sync.bucket_bytes)
+        kept_on = run.divergence.rollback
+        self._starts = None if kept_on is None else CycleStarts(run.tensors, run.optimizer, kept_on)
 
     @property
     def device(self) -> torch.device:
@@ -117,19 +101,19 @@ class ReplicaWeights:
 
     def end_cycle(self, healthy: Sequence[int]) -> list[str]:
         """An average as `Sync.converge` says. Returns notes for the record."""
-        weights = self._weights(healthy)
-        notes = self.average.end_cycle(weights)
-        self.moments.end_cycle(weights)
+        shares = self._shares(healthy)
+        notes = self.average.end_cycle(shares)
+        self.moments.end_cycle(shares)
         self._publish()
         return notes
 
     def complete(self, healthy: Sequence[int]) -> None:
         """Eq. 3 now and exactly, whatever `Sync.converge` is. Moments only if they are averaged:
         it is no end of a cycle."""
-        weights = self._weights(healthy)
-        self.average.complete(weights)
+        shares = self._shares(healthy)
+        self.average.complete(shares)
         if self.moments.are_averaged:
-            self.moments.average(weights)
+            self.moments.average(shares)
         self._publish()
 
     def roll_back(self, attempt: int) -> None:
@@ -143,7 +127,7 @@ class ReplicaWeights:
         self._starts.go_back(attempt)
         if attempt >= 2:  # before the last average
             self.average.load_state([])
-        self.average.complete(self._weights([0]))
+        self.average.complete(self._shares([0]))
         self._publish()
 
     def note_restore(self) -> None:
@@ -155,7 +139,7 @@ class ReplicaWeights:
         self.average.load_state([])
         self.complete([0])
 
-    def _weights(self, healthy: Sequence[int]) -> list[float]:
+    def _shares(self, healthy: Sequence[int]) -> list[float]:
         """w_r of all replicas: uniform over the healthy ones."""
         share_of = dict.fromkeys(healthy, 1 / len(healthy))
         return [share_of.get(r, 0.0) for r in range(self.replicas.count)]
@@ -170,7 +154,7 @@ class ReplicaWeights:
                 dist.broadcast(sent, group_src=0, group=group)
                 if not part.is_contiguous():
                     part.copy_(sent.view(part.dtype).view(part.shape))
-        for module in self._modules:
+        for module in self._models:
             reshard(module)
         if self._sync.refresh is not None:
             self._sync.refresh()
@@ -200,6 +184,6 @@ def check_tied(tied: Sequence[Tied], parameters: Sequence[torch.Tensor]) -> None
 class _CoresidentAverager(Averager):
     """All replicas are in this process: their optimizer has all sets and averages them."""
 
-    def _average_plainly(self, weights: Sequence[float]) -> None:
+    def _average_plainly(self, shares: Sequence[float]) -> None:
         optimizer: Any = self.task.optimizer
-        optimizer.average_replicas(weights)
+        optimizer.average_replicas(shares)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -15,15 +15,13 @@ from torch.optim import Optimizer
 
 from .. import __version__ as version
 from ..converge import digest as digest_of_tensors
-from ..converge.sync import Sync
 from ..core.controller import Controller
-from ..core.divergence import Divergence
-from ..core.engine import Engine
 from ..optim.schedule_free import COUNTED
-from ..replicas import Replicas
 from ..replicas.agreement import compare, digest
-from ..schedule import Schedule
 from ..tensors.dtensor import local_parts
+from ..trial.auto import AutoLR
+from .mistakes import refuse_join
+from .setup import Setup
 
 __all__ = ["Agreement"]
 
@@ -41,24 +39,17 @@ _OF_FUSED = (
 """Settings that hdet's optimizers do not keep in their groups."""
 
 
-@dataclass(eq=False)
 class Agreement:
     """A plain description of the run, compared entry by entry at the first step, and again after a
     state was loaded."""
 
-    engine: Engine
-    parameters: Sequence[torch.Tensor]
-    optimizer: Optimizer
-    schedule: Schedule
-    replicas: Replicas
-    modules: Sequence[nn.Module]
-    """They know names of parameters."""
-    sync: Sync
-    divergence: Divergence
-    knows_gradients: bool
-    """Is their kind known? Knobs that act on gradients change them."""
-    reached: bool = False
-    _values: torch.Tensor | None = None  # of the parameters, before the first step
+    def __init__(self, run: Setup) -> None:
+        self._run, self._models = run, run.models
+        self.reached = False
+        self.knows_gradients = any(knob.meaning.on_gradients for knob in run.knobs)
+        """Is their kind known? Knobs that act on gradients change them."""
+        self._device = local_parts(run.tensors[:1])[0].device
+        self._values: torch.Tensor | None = None  # of the parameters, before the first step
 
     def reset(self) -> None:
         """A state was loaded: what other ranks have loaded is not known here."""
@@ -66,16 +57,18 @@ class Agreement:
 
     def look(self) -> None:
         """Before the first step: after it replicas may differ."""
-        if not self.reached and self._values is None and self.replicas.world_group is not None:
-            tensors = local_parts(self.parameters)
+        if not self.reached and self._values is None and self._run.replicas.world_group is not None:
+            tensors = local_parts(self._run.tensors)
             self._values = torch.stack(
                 [digest_of_tensors([t]).to(tensors[0].device) for t in tensors]
             )
 
-    def check(self, device: torch.device) -> None:
-        """Raises `ReplicaDisagreement` on all ranks alike if they differ."""
-        group, member = self.replicas.world_group, self.replicas.member
+    def check(self) -> None:
+        """Raises `ReplicaDisagreement` on all ranks alike if they differ, ValueError inside of
+        DDP's join()."""
+        group, member = self._run.replicas.world_group, self._run.replicas.member
         if group is not None:
+            refuse_join(self._run.trained)
             self.look()
             assert self._values is not None
             rows = [digest(row) for row in self._values.tolist()]
@@ -85,15 +78,15 @@ class Agreement:
                 # initial values may differ: only the same ones in another order are a mistake
                 "the order of the parameters": ((member, sorted(rows)), digest(rows)),
             }
-            compare(entries, group, device)
+            compare(entries, group, self._device)
         self.reached, self._values = True, None
 
-    def check_gradients(self, norm: torch.Tensor | None, device: torch.device) -> None:
+    def check_gradients(self, norm: torch.Tensor | None) -> None:
         """Raises ValueError if gradients are to be shared, and differ; warns if they are to be
         local, and are the same on all replicas. ``norm``: of this rank's in the first step;
         None: it has left that out, and nothing is said, nor of norms that are not finite or 0. One
         all_reduce, unless this process is alone."""
-        replicas, gradients = self.replicas, self.sync.gradients
+        replicas, gradients = self._run.replicas, self._run.sync.gradients
         if replicas.world_group is None:
             return
         square = (
@@ -101,7 +94,7 @@ class Agreement:
             if norm is None
             else norm.reshape(1) ** 2
         )
-        rows = replicas.sum_rows(square.to(device), purpose="the first step's gradients")
+        rows = replicas.sum_rows(square.to(self._device), purpose="the first step's gradients")
         norms = [math.sqrt(x) for x in rows.flatten().tolist()]
         if len(norms) < 2 or not all(math.isfinite(x) and x > 0 for x in norms):
             return
@@ -122,27 +115,30 @@ class Agreement:
 
     def _of_everyone(self) -> dict[str, Any]:
         """What must be the same on all ranks, by names that users know."""
-        engine = self.engine
+        engine = self._run.engine
         clock = engine.clock
         return {
             "the version of hdet": version,
-            "the ranks of the replicas": self.replicas.ranks,
+            "the ranks of the replicas": self._run.replicas.ranks,
             "seed": engine.seed,
             "design": engine.design,
             "warmup_steps": clock.warmup_steps,
             "total_steps": clock.total_steps,
-            "sync": {name: getattr(self.sync, name) for name in _OF_SYNC},
-            "divergence": self.divergence,
+            "sync": {name: getattr(self._run.sync, name) for name in _OF_SYNC},
+            "divergence": self._run.divergence,
             "knobs": {knob.name: knob for knob in engine.knobs},
+            "search": self._run.search and _settings_of(self._run.search),
             "controller": engine.controller and _settings_of(engine.controller),
             "state": engine.state_dict(),
+            "state of the search": self._run.search and self._run.search.state_dict(),
+            "corrections": self._run.schedule.corrections(),
             "scheduler": self._of_scheduler(of_groups=False),
-            "whether its peak is known": not self.schedule.doubt,
+            "whether its peak is known": not self._run.schedule.doubt,
         }
 
     def _of_peers(self) -> dict[str, Any]:
         """What must be the same on ranks that hold the same part of the model."""
-        optimizer = self.optimizer
+        optimizer = self._run.optimizer
         # What other libraries' optimizers count in their groups may differ: the first step was
         # taken at rates of its own.
         known = _kind(optimizer).startswith(("torch.optim.", "hdet."))
@@ -158,15 +154,15 @@ class Agreement:
             }
             for group in optimizer.param_groups
         ]
-        names = _names(optimizer, self.modules)
+        names = _names(optimizer, self._models)
         return {
             "parameters": [
                 {"name": names.get(id(p)), "shape": part.shape, "dtype": part.dtype}
-                for p, part in zip(self.parameters, local_parts(self.parameters), strict=True)
+                for p, part in zip(self._run.tensors, local_parts(self._run.tensors), strict=True)
             ],
             "scheduled values": {
                 knob.name: [float(value) for value in knob.scheduled]
-                for knob in self.schedule.knobs
+                for knob in self._run.schedule.knobs
             },
             "scheduler of the parameter groups": self._of_scheduler(of_groups=True),
             "optimizer": {
@@ -179,7 +175,7 @@ class Agreement:
     def _of_scheduler(self, of_groups: bool) -> dict[str, Any]:
         """Its class and settings; or its lists, which are by parameter group, of which the stages
         of a pipeline may have different ones."""
-        scheduler = self.schedule.scheduler
+        scheduler = self._run.schedule.scheduler
         state = {} if scheduler is None else scheduler.state_dict()
         of_kind = {
             key: value
@@ -225,9 +221,9 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else _kind(value)
 
 
-def _settings_of(controller: Controller) -> dict[str, Any]:
-    """The settings of a controller and of those that it consists of. What it keeps for itself may
-    depend on the step, which scalers skip rank by rank."""
+def _settings_of(controller: Controller | AutoLR) -> dict[str, Any]:
+    """The settings of a search, or of a controller and of those that it consists of. What it keeps
+    for itself may depend on the step, which scalers skip rank by rank."""
     settings: dict[str, Any] = {"name": controller.name}
     for name, value in vars(controller).items():
         if isinstance(value, Controller):

@@ -10,9 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..core.controller import Controller
-from ..core.evidence import Evidence, Run
-from ..core.plan import Decision
+from ..core.evidence import Run
 from ..core.schema import COUNT, FLAG, MAPPING, list_of, number, optional, read
 from ..core.validate import within
 from ..optim.snapshot import Snapshot
@@ -32,7 +30,7 @@ goes back to where it was."""
 NOT_THE_RATE = "far lower rates break too: it is not the rate"
 
 
-class AutoLR(Controller):
+class AutoLR:
     """Finds out in the first steps of a run which peak learning rates are good for a run of its
     length, and moves the rate only if it lies outside of that interval.
 
@@ -64,6 +62,7 @@ class AutoLR(Controller):
             trial takes less time (three replicas: 112 steps' worth for 196), and lowers a rate
             only if it is far too high. Closure and before_step must not communicate then. It needs
             DistributedDataParallel or local gradients, where it is the default.
+        report_only: measure and report, and move nothing.
 
     Attributes:
         interval: what was measured, a `RateInterval`; None: nothing yet.
@@ -79,7 +78,7 @@ class AutoLR(Controller):
     Example::
 
         ensemble = hdet.Ensemble(
-            optimizer, scheduler, total_steps=2000, controller=hdet.AutoLR(model)
+            optimizer, scheduler, total_steps=2000, search=hdet.AutoLR(model)
         )
         for batch in loader:
             loss = losses_of(model, batch).mean()
@@ -90,8 +89,7 @@ class AutoLR(Controller):
         print(ensemble.report())
     """
 
-    needs_replicas = False
-    judges_held_out = True
+    name = "AutoLR"
 
     def __init__(
         self,
@@ -104,8 +102,8 @@ class AutoLR(Controller):
         place: str = "device",
         val_batches: tuple[Callable[[nn.Module, Any], Any], Sequence[Any]] | None = None,
         spread_arms: bool | None = None,
+        report_only: bool = False,
     ) -> None:
-        super().__init__()
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"AutoLR(model): model must be a torch.nn.Module, got {type(model).__name__}"
@@ -131,7 +129,7 @@ class AutoLR(Controller):
         self.cost = self.seconds = 0.0
         self.num_bytes = 0
         self.done = False
-        self.obeyed = True  # does the run do what is decided? Not inside `Shadow`
+        self.report_only = report_only
         self._repeats = 0
         self._run: Any = None  # a `Searched`, from `attach` on
         # of and since the first weights
@@ -141,10 +139,6 @@ class AutoLR(Controller):
         self._arms: Arms | None = None
 
     # -- what an Ensemble asks ---------------------------------------------------------------------
-
-    @property
-    def search(self) -> AutoLR:
-        return self
 
     def start(self, run: Run) -> None:
         """Raises ValueError for a run without a learning rate among its knobs."""
@@ -227,7 +221,7 @@ class AutoLR(Controller):
             interval = replace(interval, reason=self.interval.reason)  # of what has moved it here
         groups = sum(peak > 0 for _, peak in self._run.peaks())
         self.interval = replace(interval, rate=given.rate, groups=groups)
-        factor = interval.suggestion / measured_at if self.obeyed else 1.0
+        factor = interval.suggestion / measured_at if not self.report_only else 1.0
         self.done = not (repeats and factor < 1)
         self._repeats += not self.done
         return factor
@@ -236,7 +230,7 @@ class AutoLR(Controller):
     def note(self) -> str:
         """What was decided, in a line."""
         assert self.interval is not None
-        would = " would go" if self.interval.moves and not self.obeyed else ""
+        would = " would go" if self.interval.moves and self.report_only else ""
         line = str(self.interval).splitlines()[0].replace("rate:", f"rate{would}")
         restarts = f"; the run begins again with its first weights{self._advice}"
         return line + restarts * self._has_restarted
@@ -269,13 +263,6 @@ class AutoLR(Controller):
             self._hook.remove()
         self._arms = self._steps = self._begun = None
 
-    def restart(self) -> None:
-        """Other weights were loaded."""
-        self.close()
-
-    def decide(self, evidence: Evidence) -> list[Decision]:
-        return [Decision() for _ in evidence.knobs]
-
     @property
     def _budget(self) -> Budget:
         return Budget(self.budget, self.total_steps)
@@ -284,10 +271,6 @@ class AutoLR(Controller):
     def is_too_short(self) -> bool:
         """Is the run too short for the trial that was not forbidden?"""
         return self._budget.is_too_small
-
-    @property
-    def idle(self) -> bool:
-        return self.done
 
     # -- what a user asks --------------------------------------------------------------------------
 
@@ -321,14 +304,7 @@ class AutoLR(Controller):
             lines = [self._budget.plan()]
         if self.best_weights is not None and self.best_weights.step:
             lines.append(str(self.best_weights))
-        return "\n".join(lines)
-
-    @staticmethod
-    def decided_again(then: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What the rule makes of a recorded trial (`RateInterval.to_dict`), and what it made then:
-        suggestion and ends."""
-        now = Trial.from_dict(then["trial"]).interval(then["total_steps"]).to_dict()
-        return [{key: of[key] for key in ("suggestion", "low", "high")} for of in (now, then)]
+        return "\n".join(lines) + " (reported only: nothing is moved)" * self.report_only
 
     # -- state -------------------------------------------------------------------------------------
 

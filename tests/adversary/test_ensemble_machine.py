@@ -247,19 +247,22 @@ class EnsembleMachine(RuleBasedStateMachine):
             return self.ensemble.state_dict()
 
     def multipliers(self, knob: int = 0) -> list[float]:
-        return self.ensemble.engine.multipliers()[knob] if self.replicas else [self.setup["rho"]]
+        found, name = [], self.ensemble.knobs[knob].name
+        for k in range(self.count):
+            with self.replica(k):
+                found.append(self.ensemble.multipliers[name])
+        return found if self.replicas else [self.setup["rho"]]
 
     @invariant()
     def all_is_well(self) -> None:
         self.base_values_at_rest()
-        engine, shadow = self.ensemble.engine, self.shadow
-        counted = engine.step, engine.position, self.ensemble.cycle
+        state, shadow = self.state(), self.shadow
+        counted = state["step"], state["position"], self.ensemble.cycle
         assert counted == (shadow.step, shadow.position, shadow.cycle)
         assert self.ensemble.corrections[self.knob] == pytest.approx(shadow.correction, rel=1e-12)
         weights = [bits(self.weights(k)) for k in range(self.count)]
         assert weights == [bits(list(twin.parameters())) for twin in self.twins]
         assert not self.ensemble.in_sync or all(row == weights[0] for row in weights)
-        state = self.state()
         assert json.loads(json.dumps(state, allow_nan=False)) == state, "plain"
         assert torch.equal(torch.get_rng_state(), self.random)
 

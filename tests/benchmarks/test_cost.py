@@ -17,7 +17,8 @@ from benchmarks.scaling import Job, Link, Traffic
 from hdet.controllers.probe_rule import ProbeRule
 from hdet.controllers.softmax import SoftmaxController
 from hdet.core.clock import Clock
-from hdet.core.engine import Engine, KnobSpec
+from hdet.core.engine import Engine
+from hdet.core.value import Value
 
 
 def by_name(job: Job) -> dict[str, cost.Way]:
@@ -85,15 +86,17 @@ def test_thresholds_named_in_docs_scaling() -> None:
 @pytest.mark.skipif(sys.implementation.name != "cpython", reason="bytes of CPython's objects")
 @pytest.mark.parametrize(("controller", "knobs"), [(ProbeRule, 1), (SoftmaxController, 4)])
 def test_an_engine_keeps_less_than_100_kb_at_1024_replicas(controller: Any, knobs: int) -> None:
-    names = [KnobSpec(f"lr/{k}", 0.3) for k in range(knobs)]
+    values = [Value(f"lr/{k}", 0.3) for k in range(knobs)]
+    for value in values:
+        value.simulated = [(1.0, 0.1)]
     numbers = random.Random(0)
     losses: list[float | None] = [numbers.random() for _ in range(1024)]
     rows = [[numbers.random() for _ in range(8)] for _ in range(1024)]
 
     def cycle() -> Engine:
-        engine = Engine(names, 1024, Clock(1, total_steps=10), controller())
+        engine = Engine(values, 1024, Clock(1, total_steps=10), controller())
         engine.tick()
-        engine.close(losses, {"probe": rows}, scheduled=[1.0] * knobs, floor=[0.1] * knobs)
+        engine.close(losses, {"probe": rows})
         engine.multipliers()
         return engine
 

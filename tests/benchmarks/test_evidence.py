@@ -41,7 +41,7 @@ DIGITS, SMALL = PROBLEMS["cnn-digits"], "mlp-breast-cancer"
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few steps and examples; and the suite's processes, for others take seconds to start."""
     held_out = recsys.LOG.sample(256, 1.0, seed=0, stream="validation", index=0)
-    monkeypatch.setattr(recsys, "held_out", lambda: held_out)
+    monkeypatch.setattr(recsys, "held_out", lambda: [held_out])
     first = lambda function, count, *more: run_ranks(function, count, *more)[0]
     for module in (ranks, outer, several):
         monkeypatch.setattr(module, "spawn", first)
@@ -140,12 +140,12 @@ def test_every_method_trains_on_the_same_examples(name: str) -> None:
         seen.append(step)
         return DIGITS.batch(seed, step)
 
-    @torch.no_grad()
-    def validate(model: torch.nn.Module) -> float:
+    def losses(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         models.append(model)
-        return float(DIGITS.losses(model, DIGITS.batch(99, 0)).mean())
+        return DIGITS.losses(model, batch)
 
-    method, problem = hero.METHODS[name], replace(DIGITS, steps=4, batch=batch, validate=validate)
+    method, held_out = hero.METHODS[name], lambda: [DIGITS.batch(99, 0)]
+    problem = replace(DIGITS, steps=4, batch=batch, losses=losses, held_out=held_out)
     rate = method.start / 2 if name != "dog-movement" else method.start
     outcome = training.train(problem, method.build, rate, 0)
     assert seen == [0, 1, 2, 3] and outcome["probe_percent"] == 0  # no method of the figure probes

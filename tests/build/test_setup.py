@@ -204,7 +204,8 @@ def test_the_wheel_holds_hdet_and_nothing_of_the_repository_beside_it(
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"hdet"}
     kernels = {f"triton_kernels/{path.name}" for path in (ROOT / "triton_kernels").glob("*.py")}
     assert "triton_kernels/__init__.py" in kernels
-    assert {f"hdet/{name}" for name in ("__init__.py", "py.typed", *kernels)} <= set(names)
+    wanted = ("__init__.py", "__init__.pyi", "py.typed", *kernels)
+    assert {f"hdet/{name}" for name in wanted} <= set(names)
     assert not [name for name in names if name.endswith("/cost.py") or "recsys" in name], (
         "what only our own measurements use"
     )

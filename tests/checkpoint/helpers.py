@@ -130,15 +130,6 @@ outer = partial(local, converge=converge.Outer())
 outer_fsdp = partial(local_fsdp, converge=converge.Outer())
 
 
-def table(ranks: list[list[int]]) -> Replicas:
-    """Replicas by their ranks, [replica][member]; every rank makes all groups."""
-    me = dist.get_rank()
-    peers = [dist.new_group(list(column)) for column in zip(*ranks, strict=True)]
-    index = next(r for r, row in enumerate(ranks) if me in row)
-    member, settings = ranks[index].index(me), {"world_group": dist.group.WORLD, "ranks": ranks}
-    return Replicas(index, len(ranks), peers[member], member=member, **settings)
-
-
 def alone(make: Make = torch_adamw, net: nn.Module | None = None, **settings: Any) -> Run:
     """One replica, without torch.distributed."""
     return Run(mlp() if net is None else net, None, make, 0, **{"controller": None, **settings})
@@ -170,7 +161,7 @@ def drop_in(rank: int, world: int, make: Make = torch_adamw) -> Run:
 def groups(rank: int, world: int, make: Make = torch_adamw, **settings: Any) -> Run:
     """Two replicas of world / 2 ranks each, data parallel inside and between."""
     half = world // 2
-    replicas = table([list(range(half)), list(range(half, world))])
+    replicas = Replicas.from_group([list(range(half)), list(range(half, world))])
     return Run(DistributedDataParallel(mlp()), replicas, make, rank, **settings)
 
 
@@ -198,6 +189,6 @@ class Shard(nn.Module):
 def shards(rank: int, world: int, make: Make = torch_adamw, **settings: Any) -> Run:
     """tp 2 x dp 2: ranks {0, 1} and {2, 3} are replicas; DDP is over {0, 2} and {1, 3}."""
     tp = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    replicas = table([[0, 1], [2, 3]])
+    replicas = Replicas.from_group([[0, 1], [2, 3]])
     net = DistributedDataParallel(Shard(tp, rank % 2), process_group=replicas.peer_group)
     return Run(net, replicas, make, rank // 2, **settings)

@@ -92,7 +92,7 @@ def test_a_run_begins_where_nothing_is_and_continues_where_something_is(tmp_path
     assert checkpoint.save(tmp_path, run.state).name == "step-00000003"  # as the Ensemble counts
     fresh = alone()
     assert checkpoint.load(tmp_path, fresh.state, missing=0) == 3
-    assert fresh.ensemble.engine.step == 3
+    assert fresh.ensemble.steps_done == 3
     assert checkpoint.save(tmp_path, fresh.steps(2).state).name == "step-00000005"
     damage(tmp_path / "step-00000005", "truncated")
     with pytest.raises(CheckpointError, match="it is damaged; load the one before"):

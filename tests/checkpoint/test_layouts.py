@@ -72,9 +72,7 @@ unsharded = partial(hsdp, shard=1)
 def shards_alone(rank: int, world: int, *args: Any) -> Run:
     """The hand-made shards, each of whose ranks is a replica by itself."""
     own = dist.new_group([rank], use_local_synchronization=True)
-    return Run(
-        helpers.Shard(own, 0), helpers.table([[r] for r in range(world)]), torch.optim.AdamW, rank
-    )
+    return Run(helpers.Shard(own, 0), Replicas.from_group(), torch.optim.AdamW, rank)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ bitwise."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import hdet
+from hdet.trial.rule import Trial
 from tests.harness import model, probe
 
 from .runs import run
@@ -25,18 +27,37 @@ MAKES: dict[str, tuple[Make, dict[str, Any]]] = {
         lambda m: probe(m, 10**7),
         {"lr": 0.1, "divergence": hdet.Divergence(rollback="device", rise_bound=1.1, attempts=100)},
     ),
-    "softmax, then probe": (
-        lambda m: hdet.SequentialController(
-            hdet.SoftmaxController(0.01, decay=None, freeze_after=40), probe(m, 10**7)
-        ),
-        {"every": 4, "lr": 1e-5},
-    ),
     "a search, then a probe": (
-        lambda m: hdet.SequentialController(hdet.AutoLR(m), probe(m, 10**7)),
-        {"together": 1, "lr": 1e-5},
+        lambda m: probe(m, 10**7),
+        {"search": hdet.AutoLR, "together": 1, "lr": 1e-5},
     ),
     "a shadow": (lambda m: hdet.Shadow(probe(m, 10**7)), {"lr": 1e-5}),
 }
+
+
+def differences(again: hdet.Controller, records: list[Any]) -> Iterator[str]:
+    """What ``again``, started with the run's `Ensemble.run`, does not plan and decide as it was
+    recorded. As JSON has them: tuples are lists there, and floats are exact."""
+    for n, line in enumerate(records):
+        record, pairs = line["record"], dict[str, Any]()
+        if n == 0 and record["begin"]:
+            again.restart()
+        if line["trial"] is not None:
+            trial, total = line["trial"]["trial"], line["trial"]["total_steps"]
+            pairs["trial"] = Trial.from_dict(trial).interval(total).to_dict(), line["trial"]
+        if not record["observed"]:
+            pairs["plan"] = asdict(again.plan()), record["plan"]
+        if record["rolled_back"]:
+            again.restart()
+        evidence = record["evidence"] and hdet.Evidence(**record["evidence"])
+        if record["observed"] and evidence:
+            again.observe(evidence)
+        elif evidence:
+            decided = again.learn(evidence)
+            pairs["decisions"] = [asdict(one) for one in decided], record["decisions"]
+        for what, (now, then) in pairs.items():
+            if json.dumps(now, sort_keys=True) != json.dumps(then, sort_keys=True):
+                yield f"{what} of cycle {record['cycle']}: {now} now, {then} then"
 
 
 @pytest.mark.parametrize("name", MAKES)
@@ -46,20 +67,20 @@ def test_a_recorded_run_is_decided_again_bitwise(name: str) -> None:
     ran = run(make, **settings).steps()
     records = json.loads(json.dumps(ran.records))
 
-    def differences() -> list[str]:
+    def found() -> list[str]:
         again = make(model())
         again.start(ran.ensemble.run)
-        return list(hdet.replay(again, records))
+        return list(differences(again, records))
 
     cycles = [record["record"] for record in records]
     count = sum(cycle["evidence"] is not None for cycle in cycles)
-    assert count >= (1 if "search" in name else 10) and differences() == []
+    assert count >= (1 if "search" in name else 10) and found() == []
     assert any(cycle["rolled_back"] for cycle in cycles) or "taken back" not in name
     assert any(record["trial"] for record in records) == ("search" in name)
     decisions = [decision for cycle in cycles for decision in cycle["decisions"]]
     if moved := [decision for decision in decisions if decision["factor"] != 1]:
         moved[0]["factor"] *= 1 + 2**-52
-        assert len(differences()) == 1
+        assert len(found()) == 1
     assert moved or name in ("a shadow", "softmax, its own decay", "a search, then a probe")
 
 
@@ -71,12 +92,12 @@ def test_a_resumed_run_is_decided_again_from_its_state() -> None:
     again = make(model())
     again.start(first.ensemble.run)
     again.load_state_dict(state)
-    assert list(hdet.replay(again, records)) == []
+    assert list(differences(again, records)) == []
 
 
 # -- in the shadow: it decides, is recorded, and touches nothing -----------------------------------
 
-SHOWN = ["softmax", "softmax, its own decay", "probe", "softmax, then probe"]
+SHOWN = ["softmax", "softmax, its own decay", "probe"]
 
 
 @pytest.mark.parametrize("name", SHOWN)

@@ -28,6 +28,10 @@ Sent = list[tuple[str, float]]
 """Collectives and bytes of an average."""
 
 
+PLAIN = Outer(1.0, 0.0)
+"""Its equation is that of a plain average."""
+
+
 class WayInfo(NamedTuple):
     """What is expected of a way."""
 
@@ -43,6 +47,8 @@ class WayInfo(NamedTuple):
     """Does it keep something back for the next average?"""
     averages_any: bool = True
     """Any tensors, of shared gradients, without an optimizer of its own?"""
+    step: Outer = PLAIN
+    """By the mean displacement: of a plain average, by all of it."""
 
 
 P = 4 * 2048
@@ -63,10 +69,17 @@ WAYS = {
         Compressed("int8", 16), WHOLE, coded(RING / 8 * (1 + 4 / 16)), 0.5 / 127, 5e-3, True
     ),
     "exact local": WayInfo(ExactLocal(3), [DIGESTS], [], off=2e-6, averages_any=False),
-    "outer": WayInfo(Outer(), [DIGESTS, *WHOLE], [DIGESTS, *WHOLE], averages_any=False),
+    **{
+        name: WayInfo(way, [DIGESTS, *WHOLE], [DIGESTS, *WHOLE], averages_any=False, step=way)
+        for name, way in (
+            ("outer", Outer()),
+            ("heavy ball", Outer(0.5, 0.8, nesterov=False)),
+            ("no momentum", Outer(0.7, 0.0)),
+        )
+    },
 }
 OF_ANY = [name for name, info in WAYS.items() if info.averages_any]
-IN_RUNS = [name for name in WAYS if name != "outer"]  # which is no mean: test_outer.py
+STEPS = [name for name, info in WAYS.items() if info.step is not PLAIN]
 
 
 # -- what comes of it ----------------------------------------------------------------------------
@@ -86,16 +99,28 @@ def random_case(seed: int, world: int) -> tuple[list[list[torch.Tensor]], list[s
     return values, kinds, [w / sum(weights) for w in weights]
 
 
+def turned(weights: list[float], turn: int) -> list[float]:
+    """Each average leaves out another replica."""
+    return weights[turn:] + weights[:turn]
+
+
 def average_cases(rank: int, world: int, seeds: Any, name: str, method: str) -> Any:
     """[case][average]: what was asked, what came, and all bits."""
     reports = []
     for seed in seeds:
-        values, kinds, weights = random_case(seed, world)
+        values, kinds, first_weights = random_case(seed, world)
         tensors, masters = held(values[rank], kinds)
         bucket = random.Random(seed).choice([1024, 1 << 14, 1 << 20])
-        made = WAYS[name].way.build(task(tensors, masters, bucket_bytes=bucket))
+        given: dict[str, Any] = {"bucket_bytes": bucket}
+        if name in STEPS:  # all but the last, which stands for a buffer
+            optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+            optimizer.param_groups[0]["params"][:] = tensors[:-1] or tensors
+            given |= {"optimizer": optimizer, "gradients": "local"}
+        made = WAYS[name].way.build(task(tensors, masters, **given))
         reports.append([])
-        for turn in range(3):
+        for turn in range(4):
+            weights = turned(first_weights, turn)
+            made.on_cycle_start()
             generator = torch.Generator().manual_seed(1000 * turn + rank)
             for i, value in enumerate(exact(tensors, masters) if turn else []):
                 move = torch.randn(value.shape, generator=generator, dtype=torch.float64)
@@ -118,7 +143,7 @@ def average_cases(rank: int, world: int, seeds: Any, name: str, method: str) -> 
 
 @pytest.mark.parametrize(("world", "name", "method"), [
     *((world, name, "end_cycle") for world in (2, 4) for name in OF_ANY),
-    *((4, name, "complete") for name in OF_ANY[1:]),
+    *((4, name, "complete") for name in OF_ANY[1:]), *((2, name, "end_cycle") for name in STEPS),
 ])  # fmt: skip
 def test_the_average_is_right_and_the_same_everywhere(world: int, name: str, method: str) -> None:
     seeds = (0, 1, 3, 4, 5, 10)  # all kinds are among them
@@ -126,17 +151,28 @@ def test_the_average_is_right_and_the_same_everywhere(world: int, name: str, met
     # A displacement, below 0.05 with what was kept back, is rounded once, and their sum once more;
     # the next average gives back what this one has kept: as much again.
     rounded = 4 * 0.05 * WAYS[name].half_step if method == "end_cycle" else 0.0
+    step = WAYS[name].step
     for case, seed in enumerate(seeds):
-        _, kinds, weights = random_case(seed, world)
-        for turn in range(3):
+        values, kinds, first_weights = random_case(seed, world)
+        begin, momenta = values[0], [torch.zeros_like(value) for value in values[0]]
+        for turn in range(4):
+            weights = turned(first_weights, turn)
             before, after, bits = zip(*(rank[case][turn] for rank in ranks), strict=True)
             assert all(equal(own, bits[0]) for own in bits), (seed, turn, "replicas differ")
-            for kind, value, *inputs in zip(kinds, after[0], *before, strict=True):
+            for i, (kind, value, *inputs) in enumerate(zip(kinds, after[0], *before, strict=True)):
                 expected = sum(w * x for w, x in zip(weights, inputs, strict=True))
+                is_stepped = step is not PLAIN and turn and i < max(1, len(kinds) - 1)
+                if is_stepped:  # replicas have begun alike; DiLoCo's equation
+                    d = begin[i] - expected
+                    momenta[i] = step.momentum * momenta[i] + d
+                    d = d + step.momentum * momenta[i] if step.nesterov else momenta[i]
+                    expected = begin[i] - step.rate * d
                 size = max(float(x.abs().max()) if x.numel() else 0.0 for x in inputs)
-                allowed = rounding_of(kind) * max(size, 1e-3) * 2 + (rounded if turn else 0.0)
+                allowed = rounding_of(kind) * max(size, 1e-3) * (8 if is_stepped else 2)
+                allowed += rounded if turn else 0.0
                 off = (value - expected).abs()
                 assert bool((off <= allowed).all()), (seed, turn, kind)
+            begin = after[0]  # each is written as its format has it; the next cycle begins there
 
 
 def noise(cycle: int, i: int, shape: torch.Size) -> torch.Tensor:
@@ -181,7 +217,7 @@ def sent_in_two_cycles(rank: int, world: int, name: str) -> Any:
     """By cycle; and what `complete` sends after them."""
     parameters = [torch.nn.Parameter(torch.ones(size)) for size in (1536, 512)]
     optimizer = hdet.FusedSGD(parameters, lr=0.1)
-    gradients = "local" if name == "outer" else "shared"
+    gradients = "local" if name in STEPS else "shared"
     made = WAYS[name].way.build(task(parameters, optimizer=optimizer, gradients=gradients))
     cycles: list[Sent] = []
     for act in (made.end_cycle, made.end_cycle, made.complete):
@@ -221,7 +257,7 @@ def run_of(rank: int, name: str) -> Run:
 
 def trained(rank: int, world: int) -> dict[str, Any]:
     report = {}
-    for name in IN_RUNS:
+    for name in WAYS.keys() - {*STEPS}:  # whose mean is another one
         run = run_of(rank, name).steps(45)
         before, converged = run.weights(), run.ensemble.in_sync
         run.ensemble.converge()

@@ -13,8 +13,9 @@ from typing import Any
 
 from hdet.controllers.probe_rule import PROBE
 from hdet.core.clock import Clock
-from hdet.core.engine import CycleOutcome, Engine, KnobSpec
+from hdet.core.engine import CycleOutcome, Engine
 from hdet.core.evidence import Evidence
+from hdet.core.value import Value
 
 CHUNKS = 8
 RHO = [0.7, 0.9, 1.1, 1.3]
@@ -31,9 +32,23 @@ def evidence(probes: Any = None, **given: Any) -> Evidence:
 
 
 def value_of(engine: Engine, scheduled: float) -> float:
-    """The base value of the first knob, as a bound knob would write it."""
-    held, scale = engine.held[0], engine.knobs[0].scale
-    return scale.corrected(scheduled, engine.corrections[0]) if held is None else held
+    """The base value of the first knob, where its schedule stands there."""
+    engine.values[0].follow([scheduled])
+    return engine.values[0].base_value()
+
+
+def close(
+    engine: Engine, losses: Sequence[float | None], measured: Any = None, *, scheduled: Any = None,
+    peak: Any = None, floor: Any = None,
+) -> CycleOutcome:  # fmt: skip
+    """The end of a cycle at these values of the schedule, by knob; 1 and without a floor."""
+    one = [1.0] * len(engine.values)
+    scheduled = one if scheduled is None else scheduled
+    ranges = zip(peak or scheduled, floor or [0.0] * len(one), strict=True)
+    for value, now, (high, low) in zip(engine.values, scheduled, ranges, strict=True):
+        value.simulated = [(high, low)]
+        value.follow([now])
+    return engine.close(losses, measured)
 
 
 def rows(slope: float) -> list[list[float]]:
@@ -60,11 +75,11 @@ def bowl(
     schedule over its peak, at each part of the run; ``spoil``: what becomes of the training losses.
     """
     draw = random.Random(seed)
-    knobs = [KnobSpec(f"k{i}", 0.3) for i in range(len(starts))]
+    knobs = [Value(f"k{i}", 0.3) for i in range(len(starts))]
     engine = Engine(knobs, replicas, Clock(1, 0, cycles), controller, seed)
 
     def values() -> list[float]:
-        return [start * c for start, c in zip(starts, engine.corrections, strict=True)]
+        return [start * knob.correction for start, knob in zip(starts, knobs, strict=True)]
 
     for cycle in range(cycles):
         engine.tick()
@@ -85,8 +100,8 @@ def bowl(
             [depth * sum((x - shift) ** 2 for x in point) for shift in shifts] for point in points
         ]
         scheduled = [start * phase((cycle + 1) / cycles) for start in starts]
-        outcome = engine.close(
-            spoil(cycle, losses), {PROBE: probes}, scheduled=scheduled, peak=list(starts)
+        outcome = close(
+            engine, spoil(cycle, losses), {PROBE: probes}, scheduled=scheduled, peak=list(starts)
         )
         yield engine, outcome, values()
 

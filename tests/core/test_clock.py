@@ -6,7 +6,8 @@ import pytest
 
 from hdet.controllers.probe_rule import ProbeRule
 from hdet.core.clock import Clock
-from hdet.core.engine import Engine, KnobSpec
+from hdet.core.engine import Engine
+from hdet.core.value import Value
 
 
 @pytest.mark.parametrize(
@@ -28,19 +29,19 @@ def test_what_is_no_number_of_steps_is_refused(
 @pytest.mark.parametrize("total", [50_000, 100_000])
 def test_a_warm_up_as_long_as_the_run_is_refused_only_for_a_controller(total: int) -> None:
     clock = Clock(1000, 100_000, total)
-    Engine([KnobSpec("lr", 0.1)], 2, clock)
+    Engine([Value("lr", 0.1)], 2, clock)
     with pytest.raises(ValueError, match="warm-up"):
-        Engine([KnobSpec("lr", 0.1)], 2, clock, ProbeRule())
+        Engine([Value("lr", 0.1)], 2, clock, ProbeRule())
 
 
 def test_the_last_step_ends_a_cycle_that_is_not_full() -> None:
-    engine = Engine([KnobSpec("lr", 0.1)], 1, Clock(10, 0, 25))
+    engine = Engine([Value("lr", 0.1)], 1, Clock(10, 0, 25))
     ends, ahead = [], []
     for step in range(1, 26):
         ahead.append(step - 1 + engine.clock.steps_left(engine.step, engine.position))
         if engine.tick():
             ends.append(step)
-            engine.close([None], scheduled=[1.0])
+            engine.close([None])
     assert ends == [10, 20, 25] and ahead == [10] * 10 + [20] * 10 + [25] * 5
 
 

@@ -18,10 +18,11 @@ from hdet.controllers.probe_rule import ProbeRule
 from hdet.controllers.softmax import SoftmaxController
 from hdet.core.clock import Clock
 from hdet.core.controller import Controller
-from hdet.core.engine import CycleOutcome, Engine, KnobSpec
+from hdet.core.engine import CycleOutcome, Engine
 from hdet.core.evidence import Evidence
 from hdet.core.plan import Decision, Plan
-from tests.core.controller_runs import bowl, end_of, evidence, rows, value_of
+from hdet.core.value import Value
+from tests.core.controller_runs import bowl, close, end_of, evidence, rows, value_of
 
 
 def softmax(**settings: Any) -> SoftmaxController:
@@ -69,11 +70,11 @@ def test_a_frozen_decay_goes_on_and_reacts_to_nothing() -> None:
     """It stands for the schedule: a rate that stopped falling would end the run too high."""
 
     def values(controller: SoftmaxController, slope: float) -> list[float]:
-        engine, values = Engine([KnobSpec("lr", 0.3)], 4, Clock(1, 0, 10), controller), []
+        engine, values = Engine([Value("lr", 0.3)], 4, Clock(1, 0, 10), controller), []
         for _ in range(10):
             engine.tick()
             losses = [slope * math.log(rho) for rho in engine.multipliers()[0]]
-            engine.close(losses, scheduled=[1.0], floor=[0.1], values=[value_of(engine, 1.0)])
+            close(engine, losses, floor=[0.1])
             values.append(value_of(engine, 1.0))
         return values
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from hdet.core.clock import Clock
 from hdet.core.design import columns, is_orthogonal_possible, orthogonal
-from hdet.core.engine import Engine, KnobSpec
+from hdet.core.engine import Engine
+from hdet.core.value import Value
 
 KNOBS = [f"knob {k}" for k in range(31)]
 
@@ -60,11 +61,11 @@ def test_places_and_signs_are_drawn_anew_for_each_pair() -> None:
 
 
 def test_the_engine_gives_each_knob_its_own_two_levels() -> None:
-    knobs = [KnobSpec("a", 0.2), KnobSpec("b", 0.5)]
+    knobs = [Value("a", 0.2), Value("b", 0.5)]
     engine = Engine(knobs, 4, Clock(1), seed=5, design="orthogonal")
     a, b = engine.multipliers()
     assert sorted(a) == [0.8, 0.8, 1.2, 1.2] and sorted(b) == [0.5, 0.5, 1.5, 1.5]
     assert product([x - 1 for x in a], [x - 1 for x in b]) == pytest.approx(0)
     engine.tick()
-    engine.close([1.0] * 4, scheduled=[1.0, 1.0])
+    engine.close([1.0] * 4)
     assert engine.multipliers()[0] == pytest.approx([2 - x for x in a])

@@ -9,12 +9,13 @@ import pytest
 from hdet.controllers.softmax import SoftmaxController
 from hdet.core.clock import Clock
 from hdet.core.controller import Controller
-from hdet.core.engine import Engine, KnobSpec
+from hdet.core.engine import Engine
 from hdet.core.evidence import Evidence
 from hdet.core.plan import Decision
 from hdet.core.scale import Scale
+from hdet.core.value import Value
 
-from .controller_runs import value_of
+from .controller_runs import close, value_of
 
 
 class Scripted(Controller):
@@ -30,14 +31,13 @@ class Scripted(Controller):
 
 
 def engine(replicas: int = 2, controller: Controller | None = None, **settings: Any) -> Engine:
-    return Engine([KnobSpec("lr", 0.3)], replicas, Clock(2), controller, **settings)
+    return Engine([Value("lr", 0.3)], replicas, Clock(2), controller, **settings)
 
 
 def run_cycle(engine: Engine, losses: list[float | None], **kwargs: Any) -> Any:
     while not engine.tick():
         pass
-    kwargs = {"values": [value_of(engine, 1.0)] * len(engine.knobs), **kwargs}
-    return engine.close(losses, scheduled=[1.0] * len(engine.knobs), **kwargs)
+    return close(engine, losses, **kwargs)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, None])
@@ -52,7 +52,7 @@ def test_a_loop_without_losses_is_told_once_where_a_controller_reads_them() -> N
     run = engine(2, Scripted(Decision()))
     notes = [run_cycle(run, [None, None]).notes for _ in range(2)]
     assert notes == [["no finite loss was passed to step() in this cycle: pass step(loss)"], []]
-    still = Engine([KnobSpec("lr", 0.0)], 2, Clock(2), Scripted(Decision()))
+    still = Engine([Value("lr", 0.0)], 2, Clock(2), Scripted(Decision()))
     for silent in (engine(2), still):
         assert run_cycle(silent, [None, None]).notes == []
 
@@ -74,7 +74,7 @@ def test_one_bad_chunk_leaves_the_whole_probe_row_out_and_large_numbers_do_not(
 
 def test_a_decay_goes_on_from_a_rate_that_was_lowered() -> None:
     """A cycle is taken back: Eq. 7 goes on from there."""
-    own = Engine([KnobSpec("lr", 0.1)], 2, Clock(1, 0, 100), SoftmaxController(decay="floor"))
+    own = Engine([Value("lr", 0.1)], 2, Clock(1, 0, 100), SoftmaxController(decay="floor"))
     run_cycle(own, [1.0, 1.0], floor=[1e-3])
     before = value_of(own, 1.0)
     own.tick()
@@ -85,9 +85,9 @@ def test_a_decay_goes_on_from_a_rate_that_was_lowered() -> None:
 
 
 def test_a_cycle_taken_back_lowers_rates_alone() -> None:
-    own = Engine([KnobSpec("lr", 0.1), KnobSpec("eps", 0.1, rate=False)], 2, Clock(2))
+    own = Engine([Value("lr", 0.1), Value("eps", 0.1, rate=False)], 2, Clock(2))
     own.roll_back(0.5)
-    assert own.corrections == [0.5, 1.0]
+    assert [value.correction for value in own.values] == [0.5, 1.0]
 
 
 def test_multipliers_are_drawn_once_a_cycle_and_again_after_a_load() -> None:
@@ -104,25 +104,26 @@ def test_multipliers_are_drawn_once_a_cycle_and_again_after_a_load() -> None:
 def test_a_runaway_correction_is_held_and_noted() -> None:
     own = engine(2, Scripted(Decision(factor=1e4)))
     notes = [note for _ in range(3) for note in run_cycle(own, [1.0, 2.0]).notes]
-    assert own.corrections == [1e6]
+    assert own.values[0].correction == 1e6
     assert "held at" in notes[0]
 
 
 def test_the_controller_sees_the_multipliers_that_acted_and_corrections_end_at_the_bounds() -> None:
     controller = Scripted(Decision(factor=4.0), Decision(factor=0.5))
-    knobs = [KnobSpec("bounded", 0.5, Scale("log", low=0.1, high=1.25)), KnobSpec("free", 0.5)]
+    knobs = [Value("bounded", 0.5, Scale("log", low=0.1, high=1.25)), Value("free", 0.5)]
     own = Engine(knobs, 4, Clock(1), controller, design="orthogonal")
     drawn = own.multipliers()
     outcome = run_cycle(own, [1.0] * 4)
     seen: Evidence = controller.seen[0]
     assert seen.multipliers[0] == [1.25 if rho == 1.5 else 0.5 for rho in drawn[0]]
     assert seen.multipliers[1] == drawn[1]
-    assert own.corrections == [1.25, 0.5] and value_of(own, 1.0) == 1.25
+    assert [value.correction for value in own.values] == [1.25, 0.5]
+    assert value_of(own, 1.0) == 1.25
     assert any("bounded: correction 4 held at 1.25" in note for note in outcome.notes)
 
 
 def test_a_decision_moves_a_value_on_its_scale() -> None:
-    knobs = [KnobSpec("a", 0.5, Scale("linear", unit=0.1))]
+    knobs = [Value("a", 0.5, Scale("linear", unit=0.1))]
     own = Engine(knobs, 2, Clock(1), Scripted(Decision(factor=math.e)))
     run_cycle(own, [1.0, 2.0])
     assert value_of(own, 0.3) == pytest.approx(0.4)
@@ -138,7 +139,7 @@ def test_state_is_plain_and_loads_with_another_number_of_replicas() -> None:
     state = json.loads(json.dumps(own.state_dict()))
     other = engine(8, SoftmaxController(decay=None), seed=99)
     other.load_state_dict(state)
-    assert other.state_dict() == state and own.corrections != [1.0]
+    assert other.state_dict() == state and own.values[0].correction != 1.0
     assert (other.cycle, other.step, other.seed) == (3, 6, 5)
 
 
@@ -146,7 +147,7 @@ def test_state_is_plain_and_loads_with_another_number_of_replicas() -> None:
     ("damage", "message"),
     [
         (lambda s: s.update(version=99), "version 99"),
-        (lambda s: s.pop("corrections"), "lacks 'corrections'"),
+        (lambda s: s.pop("level"), "lacks 'level'"),
         (lambda s: s.update(knobs=["wd"]), "knobs"),
         (lambda s: s.update(controller="probe"), "controller"),
         (lambda s: s["controller_state"].pop("velocities"), "velocities"),

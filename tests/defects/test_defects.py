@@ -3,7 +3,7 @@ it is about.
 
 - 1, 3: the spread scaled a list that nobody read; without the controller neither spread nor
   average; reference/test_runs.py::test_a_run_is_what_the_equations_make_of_its_losses,
-  layouts/test_ddp.py
+  layouts/test_by_hand.py
 - 4, 7: get_last_lr did not exist with default arguments; a length by epochs;
   schedulers/test_same_as_torch.py::test_bitwise_the_same_run
 - 5: gamma was negative; reference/test_core.py::test_gammas,
@@ -30,7 +30,7 @@ it is about.
 - 21: neutral losses moved the rate;
   schedulers/test_any_scheduler.py::test_base_values_are_the_schedulers_own_times_the_correction,
   reference/test_runs.py
-- 23: skipped steps counted; layouts/test_ddp.py::test_a_step_that_the_scaler_skips_counts_none
+- 23: skipped steps counted; layouts/test_left_out.py::test_a_step_that_the_scaler_skips_counts_none
 - others: here, by their numbers
 """
 
@@ -46,8 +46,9 @@ import torch.distributed as dist
 
 import hdet
 from hdet.core.clock import Clock
-from hdet.core.engine import Engine, KnobSpec
-from tests.core.controller_runs import value_of
+from hdet.core.engine import Engine
+from hdet.core.value import Value
+from tests.core.controller_runs import close, value_of
 from tests.defects.common import ACTS, SPREAD, Watch, drop_in, optimizer_step, parameter, train
 from tests.distributed import run_ranks
 from tests.harness import Elsewhere
@@ -201,13 +202,12 @@ def test_18_constant_signal_never_breaks_the_base_value(decay, sign):
     """The published rule reaches a base value below zero at decision 42 (spread 1/9) or 8 (spread
     1) under a constant "lower"."""
     controller = hdet.SoftmaxController(0.1, 0.5, 0.9, decay)
-    engine = Engine([KnobSpec("lr", 0.99)], 8, Clock(1, 0, 400), controller)
+    engine = Engine([Value("lr", 0.99)], 8, Clock(1, 0, 400), controller)
     floor, peak = 4e-9, 9e-4
     for _ in range(400):
         losses = [100 * sign * rho for rho in engine.multipliers()[0]]
         engine.tick()
-        given = {"peak": [peak], "floor": [floor], "values": [value_of(engine, peak)]}
-        engine.close(losses, scheduled=[peak], **given)
+        close(engine, losses, scheduled=[peak], floor=[floor])
         value = value_of(engine, peak)
         assert math.isfinite(value) and value > 0 and (decay is None or value >= floor)
     if decay is None:
@@ -232,7 +232,7 @@ def test_19_defaults_are_the_papers():
         assert {name: defaults[name].default for name in published} == published
     own = {"replicas": hdet.Replicas(0, 2, None), "loss_scale": 0.2, "lr_of_lr": 0.4}
     scheduler = drop_in([parameter()], **ACTS, **own, momentum_of_lr=0.8)
-    made = scheduler.ensemble.engine.controller
+    made = scheduler.ensemble.controller
     assert (made.temperature, made.step_size, made.momentum) == (0.2, 0.4, 0.8)
     assert made.decay is None
 
@@ -282,12 +282,12 @@ def test_22_noise_arguments():
 
 
 def _tables(replicas, knobs, cycles):
-    engine = Engine([KnobSpec(f"lr/{name}", 0.3) for name in knobs], replicas, Clock(1))
+    engine = Engine([Value(f"lr/{name}", 0.3) for name in knobs], replicas, Clock(1))
     tables = []
     for _ in range(cycles):
         tables.append(engine.multipliers())
         engine.tick()
-        engine.close([1.0] * replicas, scheduled=[1.0] * len(knobs))
+        engine.close([1.0] * replicas)
     return torch.tensor(tables, dtype=torch.float64) - 1  # (cycle, knob, replica)
 
 

@@ -47,7 +47,7 @@ def two_layers(rank: int, by: str, swapped: bool = True) -> Made:
         listed = listed[2:] + listed[:2]
     optimizer = SGD(listed if by == "names" else [p for _, p in listed], lr=0.1)
     if by == "controller":
-        return optimizer, None, {"controller": hdet.AutoLR(net), "total_steps": 100}
+        return optimizer, None, {"search": hdet.AutoLR(net), "total_steps": 100}
     return optimizer, None, {"buffers": net} if by == "buffers" else {}
 
 

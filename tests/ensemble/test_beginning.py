@@ -303,7 +303,7 @@ def test_a_cycle_that_was_accepted_in_ruins_is_taken_back_too() -> None:
             p.mul_(1e4)
     run.step(report=5.0)
     assert not run.history["rolled_back"]
-    engine = run.steps(8).ensemble.engine
+    engine = run.steps(8).ensemble._engine
     assert engine.rollbacks_in_row == 2 and run.weights().abs().max() > 100, "back to the ruins"
     assert torch.equal(run.steps(4).weights(), before) and engine.rollbacks_in_row == 3
     run.steps(4)
@@ -315,7 +315,7 @@ def test_what_was_before_a_load_is_no_place_to_go_back_to() -> None:
     state = run.ensemble.state_dict()
     filled(run.net, 0.5)
     run.ensemble.load_state_dict(state)
-    assert broken(run, 6).ensemble.engine.rollbacks_in_row == 3
+    assert broken(run, 6).ensemble._engine.rollbacks_in_row == 3
     assert run.weights().unique().tolist() == [0.5]
 
 

@@ -61,7 +61,7 @@ def test_a_step_that_was_captured_before_the_ensemble_is_refused(way: str, kind:
     with pytest.raises(RuntimeError, match=PAST):
         train(net, optimizer, ensemble, step)
     train(net, optimizer, ensemble, optimizer.step)  # looked up again
-    assert ensemble.engine.step == 1
+    assert ensemble.steps_done == 1
     ensemble.close()
     loss_of(net).backward()
     step()  # nobody is driving
@@ -77,7 +77,7 @@ def test_a_step_that_is_captured_after_the_ensemble_is_counted(way: str) -> None
     step = WAYS[way](optimizer)
     for _ in range(2):
         train(net, optimizer, ensemble, step)
-    assert ensemble.engine.step == 2 and seen == {0.1 * ensemble.multipliers["lr"]} != {0.1}
+    assert ensemble.steps_done == 2 and seen == {0.1 * ensemble.multipliers["lr"]} != {0.1}
 
 
 class Twice(torch.optim.SGD):
@@ -97,7 +97,7 @@ def test_what_is_no_training_step_is_let_pass() -> None:
     step()
     optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.1
-    assert ensemble.engine.step == 0
+    assert ensemble.steps_done == 0
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -112,7 +112,7 @@ def test_what_is_no_training_step_is_let_pass() -> None:
         optimizer.step(fails)
     ensemble.step(optimizer.step(closure))
     ensemble.step(optimizer.step(closure))
-    assert ensemble.engine.step == 2
+    assert ensemble.steps_done == 2
 
 
 def depth(optimizer: Any) -> int:
@@ -149,4 +149,4 @@ def test_an_optimizer_outlives_any_number_of_ensembles(make: Callable[[Any], Any
     with pytest.raises(ValueError, match="already driven"):
         make(optimizer)
     train(net, optimizer, ensemble, optimizer.step)
-    assert ensemble.engine.step == 1
+    assert ensemble.steps_done == 1

@@ -81,7 +81,7 @@ def half_resumed(is_before: bool) -> None:
     then.optimizer.param_groups[0]["lr"] = 0.01
     if not is_before:
         then.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(then.optimizer, STEPS)
-    ensemble = then.train(40, controller=hdet.AutoLR(then.model, budget=0))
+    ensemble = then.train(40, search=hdet.AutoLR(then.model, budget=0))
     assert ensemble.corrections == {"lr": 1.0} and "stays (the optimizer" in ensemble.report()
 
 
@@ -129,7 +129,7 @@ def test_a_mistake_is_warned_of_once(mistake: str) -> None:
 def test_a_backward_pass_behind_a_trials_step_is_refused_by_name() -> None:
     loop = Loop(length=1000)
     auto = hdet.AutoLR(loop.model)
-    ensemble = hdet.Ensemble(loop.optimizer, loop.scheduler, total_steps=1000, controller=auto)
+    ensemble = hdet.Ensemble(loop.optimizer, loop.scheduler, total_steps=1000, search=auto)
     losses_of = lambda: loop.model(torch.randn(16, 4)).square().mean(1)
 
     def step() -> None:
@@ -164,7 +164,7 @@ def test_a_trials_result_is_printed_when_it_is_decided(
     for level, printed in ((logging.WARNING, False), (logging.INFO, True)):
         log.setLevel(level)
         loop = Loop()
-        loop.train(40, controller=hdet.AutoLR(loop.model, budget=0))
+        loop.train(40, search=hdet.AutoLR(loop.model, budget=0))
         said = capsys.readouterr().err
         assert said.startswith("hdet, step 27: learning rate 0.001") == printed
         assert said.count("\n") == printed
@@ -176,6 +176,6 @@ def test_a_run_that_only_searches_has_records_for_a_curve(sync: Any, cycles: int
     mean loss is no noise."""
     loop = Loop(length=120)
     auto = hdet.AutoLR(loop.model, budget=0)
-    ensemble = loop.train(min(120, 25 * cycles if sync else 120), 120, controller=auto, sync=sync)
+    ensemble = loop.train(min(120, 25 * cycles if sync else 120), 120, search=auto, sync=sync)
     assert len(ensemble.history) == cycles
     assert all(record["losses"][0] is not None for record in ensemble.history)

@@ -75,7 +75,7 @@ def test_converge_on_demand_gives_the_mean_and_the_cycle_goes_on() -> None:
 def log_that_raises(rank: int, world: int) -> Any:
     run = Run(rank, every=2).steps(1)
     if rank == 0:
-        run.ensemble.records.log = lambda record, step: (_ for _ in ()).throw(OSError("disk full"))
+        run.ensemble._records.log = lambda record, step: (_ for _ in ()).throw(OSError("disk full"))
     assert told(run.step) == ("no error" if rank else "disk full")
     return run.ensemble.multipliers["lr"], run.ensemble.in_sync
 
@@ -144,13 +144,13 @@ def test_and_stays_as_it_is_in_the_model() -> None:
     net = Quantised()
     run = Run(
         net=net, optimizer=lambda *_, **__: torch.optim.AdamW(net.adapter.parameters(), lr=1e-3),
-        scheduler=None, every=10, total=1000, buffers=net, controller=hdet.AutoLR(net),
+        scheduler=None, every=10, total=1000, buffers=net, search=hdet.AutoLR(net),
         closure=True, divergence=hdet.Divergence(rollback="host"),
     )  # fmt: skip
     run.losses = lambda data: (net(data[0]) - data[1]).square().mean(1)
     (buffer,) = run.ensemble.parameters.buffers
     assert buffer is net.mean
-    assert run.steps(60).controller.interval.trial.first_losses
+    assert run.steps(60).search.interval.trial.first_losses
     assert torch.equal(net.weight.float(), torch.ones(6, 6))
 
 

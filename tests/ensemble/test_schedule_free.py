@@ -191,13 +191,13 @@ def test_a_trial_that_changes_nothing_leaves_no_trace() -> None:
     other, run = auto_run(0.05, controlled=False, **settings), auto_run(0.05, **settings)
     for steps in (1, 10, ALL):
         assert same(everything(run.steps(steps)), everything(other.steps(steps)))
-    assert run.controller.interval.suggestion == 0.05 and run.controller.cost > 100
+    assert run.search.interval.suggestion == 0.05 and run.search.cost > 100
 
 
 def test_a_lowered_run_begins_again() -> None:
     """At a rate that breaks, as a new run at the rate that was found."""
     run = searching(30.0)
-    while not run.controller.done:
+    while not run.search.done:
         run.step()
     assert run.rate < 1 and numbers_of(run)[:3] == [0, 0.0, -1.0]
     assert torch.equal(run.weights(), searching(1.0).weights())
@@ -212,13 +212,13 @@ def test_an_arm_has_no_warm_up_of_the_optimizers_own() -> None:
     found = []
     for warmup in (0, 100_000):
         make = functools.partial(Free, warmup_steps=warmup)
-        found.append(auto_run(optimizer=make, scheduler=None).steps(ALL).controller.interval)
+        found.append(auto_run(optimizer=make, scheduler=None).steps(ALL).search.interval)
     assert found[0] == found[1]
     moved = []
     for warmup in (0, 20 * STEPS):
         make = functools.partial(Free, warmup_steps=warmup)
         run = auto_run(optimizer=make, scheduler=None, of={"budget": 0.0}).steps(STEPS)
-        moved.append(run.controller.interval.trial.arms[0].displacement)
+        moved.append(run.search.interval.trial.arms[0].displacement)
         assert run.optimizer.param_groups[0]["warmup_steps"] == warmup
     assert 1 / 3 < moved[1] / moved[0] < 3
 
@@ -304,10 +304,10 @@ def test_eval_between_steps() -> None:
     run.backward()
     run.optimizer.step()
     run.optimizer.eval()
-    before = run.weights(), run.ensemble.engine.step
+    before = run.weights(), run.ensemble.steps_done
     with pytest.raises(RuntimeError, match=r"in eval mode: call its eval\(\) after"):
         run.ensemble.step(1.0)
-    assert torch.equal(run.weights(), before[0]) and run.ensemble.engine.step == before[1]
+    assert torch.equal(run.weights(), before[0]) and run.ensemble.steps_done == before[1]
     run.optimizer.train()
     run.ensemble.step(1.0)
     run.steps(3)

@@ -1,4 +1,4 @@
-"""A search ends: another controller takes over, it is frozen, or a run goes on without one."""
+"""A search ends: a controller takes over, it is frozen, or a run goes on without one."""
 
 from __future__ import annotations
 
@@ -14,70 +14,70 @@ from torch import nn
 from torch.optim import lr_scheduler as torchs
 
 import hdet
-from tests.harness import Run, Scripted, model, probe, taught
+from tests.harness import Run, Scripted, probe, taught
 
-TOTAL, EVERY, OVER = 200, 4, 20
+TOTAL, EVERY, OVER = 200, 4, 28
+"""`OVER`: a search without a trial."""
 SOFTMAX = functools.partial(hdet.SoftmaxController, decay=None)
 
 
 class Listener(hdet.Controller):
     """Writes down when it was asked, and doubles the rate once, at its third cycle."""
 
-    name, needs_replicas, state_keys, at = "listener", False, ("steps",), 3
+    name, needs_replicas, state_keys = "listener", False, ("steps", "seen")
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[float] = []
+        self.seen = 0
+
+    def observe(self, evidence: hdet.Evidence) -> None:
+        self.seen += 1
 
     def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
         self.steps.append(float(evidence.step))
-        factor = 2.0 if len(self.steps) == self.at else 1.0
+        factor = 2.0 if len(self.steps) == 3 else 1.0
         return [hdet.Decision(factor=factor) for _ in evidence.knobs]
 
 
-class First(Listener):
-    """Doubles it in its second cycle, and is idle after its fifth, at step `OVER`."""
-
-    name, at = "first", 2
-    idle = property(lambda self: len(self.steps) >= OVER // EVERY)
-
-
-def chained(then: Any, first: Any = None, **settings: Any) -> Run:
+def chained(then: Any, **settings: Any) -> Run:
+    search = lambda net: hdet.AutoLR(net, budget=0, report_only=True)
     settings = {"lr": 1e-3, "total": TOTAL, "every": EVERY, "data": taught, **settings}
-    return Run(controller=hdet.SequentialController(first or First(), then), **settings)
+    return Run(search=search, controller=then, **settings)
 
 
-def test_the_other_decides_from_the_next_cycle_on() -> None:
+def test_the_controller_decides_from_the_next_cycle_on() -> None:
     then = Listener()
-    run = chained(then).steps(OVER - 1)
-    assert not run.controller.handed_over and not then.steps
-    run.step()
-    assert run.controller.handed_over and run.ensemble.corrections == {"lr": 2.0}
-    assert run.steps().ensemble.corrections == {"lr": 4.0}
+    run = chained(then).steps(OVER)
+    assert run.search.done and not then.steps and then.seen == OVER // EVERY
+    assert run.steps().ensemble.corrections == {"lr": 2.0}
     assert then.steps == [float(step) for step in range(OVER + EVERY, TOTAL + 1, EVERY)]
-    assert len(run.controller.first.steps) == OVER // EVERY
+    assert then.seen == OVER // EVERY
 
 
 @pytest.mark.parametrize("after", [8, 40])
+@pytest.mark.filterwarnings("ignore:saved during AutoLR", "ignore:AutoLR. the checkpoint was saved")
 def test_resumed_it_goes_on_where_it_was(after: int) -> None:
     first = chained(Listener()).steps(after)
     second = chained(Listener()).loaded(first.saved())
-    assert second.controller.handed_over is first.controller.handed_over is (after > OVER)
-    assert second.controller.then.steps == first.controller.then.steps
+    assert second.search.done is first.search.done is (after > OVER)
+    assert second.controller.steps == first.controller.steps
     assert second.ensemble.values() == first.ensemble.values()
-    assert torch.equal(first.steps().weights(), second.steps().weights())
-    assert first.controller.then.steps == second.controller.then.steps
-    with pytest.raises(ValueError, match="controller"):
+    if after > OVER:  # else it searches again, from these weights
+        assert torch.equal(first.steps().weights(), second.steps().weights())
+        assert first.controller.steps == second.controller.steps
+    with pytest.warns(UserWarning, match="saved with an AutoLR, and this run has none"):
         Run(controller=Listener(), total=TOTAL).ensemble.load_state_dict(
             first.ensemble.state_dict()
         )
+    alone = Run(controller=Listener(), total=TOTAL).ensemble.state_dict()
+    with pytest.raises(ValueError, match="saved without a search, this run has one"):
+        chained(Listener()).ensemble.load_state_dict(alone)
 
 
-def test_what_is_no_other_controller_is_refused() -> None:
-    with pytest.raises(ValueError, match="both controllers have a measurement 'probe'"):
-        hdet.SequentialController(probe(model()), probe(model()))
+def test_a_controller_that_leaves_the_schedule_cannot_follow_a_search() -> None:
     with pytest.raises(ValueError, match="pass decay=None"):
-        hdet.SequentialController(First(), hdet.SoftmaxController(decay="floor"))
+        chained(hdet.SoftmaxController(decay="floor"))
 
 
 class Fussy(Listener):
@@ -90,8 +90,7 @@ def test_what_follows_asks_for_what_it_needs() -> None:
     with pytest.raises(ValueError, match=f"{TOTAL} steps are too few"):
         chained(Fussy())
     with pytest.warns(UserWarning, match="one replica explores nothing"):
-        both = chained(SOFTMAX()).controller
-    assert both.name == "first, then SoftmaxController" and both.needs_replicas and not both.idle
+        chained(SOFTMAX())
 
 
 # -- copies of the parameters ------------------------------------------------------------------
@@ -110,11 +109,6 @@ class Large(nn.Module):
         return x @ self.weight[:6, :1]
 
 
-def auto_then_probe(net: nn.Module) -> hdet.Controller:
-    auto = hdet.AutoLR(net, budget=0.9)
-    return hdet.SequentialController(auto, probe(net, freeze_after=0.95))
-
-
 def copies(run: Run) -> int:
     run.optimizer.zero_grad()
     gc.collect()
@@ -123,21 +117,22 @@ def copies(run: Run) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:one replica")
-@pytest.mark.parametrize(("controller", "total", "needed", "over"), [
-    (lambda net: probe(net, freeze_after=0.5), 200, 2, 200),
+@pytest.mark.parametrize(("settings", "total", "needed", "over"), [
+    ({"controller": lambda net: probe(net, freeze_after=0.5)}, 200, 2, 200),
     # of a trial: the run and its copy, its beginning and five arms
-    (hdet.AutoLR, 1000, 8, 60),
-    (auto_then_probe, 240, 8, 240),
+    ({"search": hdet.AutoLR}, 1000, 8, 60),
+    ({"search": lambda net: hdet.AutoLR(net, budget=0.9),
+      "controller": lambda net: probe(net, freeze_after=0.95)}, 240, 8, 240),
 ])  # fmt: skip
 def test_copies_are_kept_while_they_are_needed(
-    controller: Any, total: int, needed: int, over: int
+    settings: dict[str, Any], total: int, needed: int, over: int
 ) -> None:
     """The parameters are one, and what has to wait for another has none yet."""
 
     def run(steps: int) -> Run:
         return Run(
-            net=Large(), controller=controller, optimizer=torch.optim.SGD, lr=1e-3, total=total,
-            every=2, data=taught, closure=True,
+            net=Large(), optimizer=torch.optim.SGD, lr=1e-3, total=total, every=2, data=taught,
+            closure=True, **settings,
         ).steps(steps)  # fmt: skip
 
     ran = run(7)
@@ -146,7 +141,7 @@ def test_copies_are_kept_while_they_are_needed(
     assert copies(ran) == 1
     del ran
     ran = run(over)
-    assert ran.controller.idle and copies(ran) == 1
+    assert all(one.idle for one in [ran.controller] if one) and copies(ran) == 1
     ran.ensemble.close()
     assert copies(ran) == 1
 

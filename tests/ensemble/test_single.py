@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import hdet
-from benchmarks.calls import a_rate
 from hdet import Ensemble
+from tests.calls import of_a_step
 from tests.harness import Run, TwoReplicas, batch, loss_of, model, policies, probe, sgd
 
 from .helpers import same, trained, watching
@@ -27,8 +27,8 @@ def test_a_step_from_before_a_load_is_not_counted_after_it() -> None:
     run.optimizer.step()
     run.ensemble.load_state_dict(state)
     run.ensemble.step()  # of the schedule alone
-    assert run.ensemble.engine.step == 3
-    assert run.steps(1).ensemble.engine.step == 4
+    assert run.ensemble.steps_done == 3
+    assert run.steps(1).ensemble.steps_done == 4
 
 
 def test_losses_are_averaged_with_their_weights() -> None:
@@ -53,7 +53,7 @@ def test_observing_holds_no_graph_and_no_memory() -> None:
     graph = loss.grad_fn
     del loss
     gc.collect()
-    meter = run.ensemble.weights.local[0].loss_meter
+    meter = run.ensemble._cycles.losses[0]
     assert graph is not None and not any(graph is r for r in gc.get_referrers(meter))
     assert not meter.stats().requires_grad
 
@@ -153,8 +153,9 @@ SOFTMAX = hdet.SoftmaxController(decay=None)
     ({"scheduler": "cosine"}, "scheduler must be one of torch.optim.lr_scheduler, got str"),
     ({"replicas": "x"}, "replicas must be"),
     ({"controller": hdet.SoftmaxController},
-     r"controller must be an hdet.Controller, such as hdet.AutoLR.*got the class Softmax"),
-    ({"controller": "AutoLR"}, r"must be an hdet.Controller, such as hdet.AutoLR\(model\)"),
+     r"controller must be an hdet.Controller, such as hdet.Probe.*got the class Softmax"),
+    ({"controller": hdet.AutoLR(model())}, "an AutoLR is passed as search"),
+    ({"search": "AutoLR"}, r"search must be an hdet.AutoLR, such as hdet.AutoLR\(model\)"),
     ({"controller": SOFTMAX, **WARM}, "warm-up"),
     ({"controller": hdet.SoftmaxController(decay=None, freeze_after=0.5)},
      r"freeze_after=0\.5.*total_steps"),
@@ -226,5 +227,5 @@ def test_a_copy_of_an_ensemble_is_refused_because_it_would_count_nothing() -> No
 
 
 def test_a_step_with_nothing_to_do_makes_at_most_15_calls() -> None:
-    calls = a_rate()
+    calls = of_a_step()
     assert len(calls) <= 15, calls

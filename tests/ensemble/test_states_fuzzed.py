@@ -32,14 +32,15 @@ class Run(harness.Run):
     """Three replicas, or one with trials; ``whole``: the Ensemble or a OneCycleAutoLR around it."""
 
     def __init__(
-        self, controller: Any, scheduler: Any = None, *, auto: bool = False, **settings: Any
-    ) -> None:
+        self, controller: Any, scheduler: Any = None, *, auto: bool = False, search: Any = None,
+        **settings: Any,
+    ) -> None:  # fmt: skip
         net = model()
         made = controller(net)
         super().__init__(
-            net=net, together=1 if "AutoLR" in getattr(made, "name", "") else 3, every=INTERVAL,
-            controller=None if auto else made, scheduler=scheduler, optimizer=two_groups,
-            **{"total": TOTAL, **settings},
+            net=net, together=3 if search is None else 1, every=INTERVAL,
+            controller=None if auto else made, search=search, scheduler=scheduler,
+            optimizer=two_groups, **{"total": TOTAL, **settings},
         )  # fmt: skip
         if auto:
             self.ensemble.close()
@@ -53,7 +54,7 @@ class Run(harness.Run):
         self.controller = made
 
     def steps(self, count: int) -> Run:
-        schedule = self.ensemble.schedule
+        schedule = self.ensemble._schedule
         for _ in range(count):
             if schedule.step is not None and schedule.step == schedule.total_steps:
                 break
@@ -68,8 +69,13 @@ class Run(harness.Run):
 
     def everything(self) -> str:
         """All that a load could have changed, to the last bit."""
-        parts = [self.controller, *(getattr(self.controller, x, None) for x in ("rule", "then"))]
-        parts += [self.scheduler, *getattr(self.scheduler, "_schedulers", []), self.ensemble.engine]
+        parts = [
+            self.controller,
+            self.search,
+            self.scheduler,
+            *getattr(self.scheduler, "_schedulers", []),
+            self.ensemble._engine,
+        ]
         plain = [
             sorted((k, v) for k, v in vars(part).items() if isinstance(v, PLAIN))
             for part in parts
@@ -78,7 +84,9 @@ class Run(harness.Run):
         groups = [
             {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
         ]
-        knobs = [(knob.scheduled, knob.base, knob.left) for knob in self.ensemble.knobs]
+        knobs = [
+            (knob.scheduled, knob.off_schedule, knob.left) for knob in self.ensemble._schedule.knobs
+        ]
         values = self.ensemble.values(), self.ensemble.corrections
         return repr((self.whole.state_dict(), plain, groups, knobs, values))
 
@@ -105,11 +113,9 @@ RUNS: dict[str, Callable[[], Run]] = {
     "softmax": lambda: Run(SOFTMAX, COSINE),
     "softmax with a decay": lambda: Run(lambda _: hdet.SoftmaxController(decay="floor"), one_cycle),
     "probe": lambda: Run(probe, COSINE),
-    "auto in a trial": lambda: Run(AUTO, COSINE, total=240),
-    "auto": lambda: Run(AUTO, COSINE, total=240),
-    "auto, then softmax": lambda: Run(
-        lambda net: hdet.SequentialController(AUTO(net), SOFTMAX(net)), COSINE, total=240
-    ),
+    "auto in a trial": lambda: Run(NONE, COSINE, total=240, search=AUTO),
+    "auto": lambda: Run(NONE, COSINE, total=240, search=AUTO),
+    "auto, then softmax": lambda: Run(SOFTMAX, COSINE, total=240, search=AUTO),
     "SequentialLR": lambda: Run(SOFTMAX, rise_and_fall),
     "ChainedScheduler": lambda: Run(SOFTMAX, CHAINED),
     "constant rates": lambda: Run(SOFTMAX),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import hdet
+from hdet import checkpoint
+from hdet.checkpoint import saving
 
 from ..harness import Batch, Run, batch, losses_of
 from .harness import World
@@ -103,6 +107,39 @@ def killed_in_a_collective(
 
         dist.all_reduce = counted
     training.steps(INTERVAL)
+
+
+def killed_in_a_save(world: World) -> None:
+    """The second one, in the middle of a file, half of which is on disk."""
+    training = Training(world.rank)
+    world.ensemble = training.ensemble
+    state, folder = checkpoint.RunState(training.net, training.ensemble), world.folder / "run"
+    write_files = saving.write_files
+
+    def write_half(folder: Path, *args: Any) -> None:
+        write_files(folder, *args)
+        file = next(folder.glob(f"rank-{world.rank:05d}-*"))
+        os.truncate(file, file.stat().st_size // 2)
+        world.die()
+
+    training.steps(5)
+    checkpoint.save(folder, state)
+    torch.save(training.numbers(), world.folder / f"{world.rank}.pt")
+    training.steps(1)
+    if world.rank == 1:
+        saving.write_files = write_half
+    checkpoint.save(folder, state)
+
+
+def go_on_from(rank: int, world: int, folder: Path) -> tuple[list[float], list[str]]:
+    """What another start finds, and what its own next save leaves."""
+    training = Training(rank)
+    state = checkpoint.RunState(training.net, training.ensemble)
+    training.index = checkpoint.load(folder, state, missing=0)
+    found = training.numbers()
+    training.steps(1)
+    checkpoint.save(folder, state)
+    return found, sorted(os.listdir(folder))
 
 
 def late(world: World, *, local: bool = True) -> None:

@@ -41,7 +41,7 @@ def search(
     net = model()
     ddp = DistributedDataParallel(net, **of_ddp)
     run = Run(
-        rank, net=net, ddp=False, controller=hdet.AutoLR(ddp, spread_arms=spread), total=2000,
+        rank, net=net, ddp=False, search=hdet.AutoLR(ddp, spread_arms=spread), total=2000,
         spread=0.0,
     )  # fmt: skip
     run.wrapped = ddp
@@ -49,7 +49,7 @@ def search(
         is_odd = rank == odd_rank and step in when
         run.closure = odd if is_odd else lambda data: losses_of(ddp, data)
         run.step()
-    return run.controller.interval.to_dict()
+    return run.search.interval.to_dict()
 
 
 def join(rank: int, _: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,17 @@ def test_one_is_killed(scenario: Any, ranks: int, settings: Any, when: Any, tmp_
     assert victim.exitcode == -9
     for one in (first, *others):
         check_left(one, *when)
+
+
+def test_one_is_killed_in_a_save_and_the_next_start_goes_on_from_the_one_before(tmp_path) -> None:
+    left, dead = run_faulty(scenarios.killed_in_a_save, 2, tmp_path)
+    assert dead.exitcode == -9
+    check_left(left, "checkpoint", 1, 6)
+    partial = [".hdet-lock", ".hdet-step-00000006.partial", "step-00000005"]
+    assert sorted(os.listdir(tmp_path / "run")) == partial, "killed in the middle"
+    for rank, found in enumerate(run_ranks(scenarios.go_on_from, 2, tmp_path / "run")):
+        after = [".hdet-lock", "step-00000005", "step-00000006"]
+        assert found == (torch.load(tmp_path / f"{rank}.pt"), after)
 
 
 def test_the_host_of_the_store_is_killed(tmp_path: Path) -> None:

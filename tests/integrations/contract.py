@@ -13,6 +13,7 @@ import torch
 
 import hdet
 
+from ..distributed import RankError
 from .frameworks import (
     EVERY,
     FIRST,
@@ -65,8 +66,8 @@ class Trained:
 
     def see(self, ensembles: list[Any]) -> Trained:
         """Adds what an adapter's Ensembles say."""
-        self.state = [(of.engine.step, of.cycle, of.corrections) for of in ensembles]
-        auto = getattr(ensembles[0].engine.controller, "search", None) if ensembles else None
+        self.state = [(of.steps_done, of.cycle, of.corrections) for of in ensembles]
+        auto = ensembles[0].search if ensembles else None
         if auto is not None and auto.interval is not None:
             arms = [arm.losses for arm in auto.interval.trial.arms]
             self.looked = (ensembles[0].corrections["lr"], auto.cost, arms, auto.scaler is not None)
@@ -86,6 +87,9 @@ class Contract:
     good, low, world = 1e-2, 1e-6, 2
     """Rates; ranks of a trial."""
     trial_settings: Any = ()
+    several: tuple[int, Any] | None = None
+    """(ranks, settings) of a run with two optimizers, if there can be; the ranks' second half is a
+    replica with the parts of the first."""
 
     again: Callable[..., Any]
     """``again(folder, **settings)`` -> the losses of a step of rate 0, its gradients, and
@@ -187,7 +191,7 @@ class Contract:
 
     def test_a_trial_raises_a_rate_that_is_far_too_low_and_is_told_of(self, tmp_path: Path) -> None:
         found = self.run(
-            tmp_path, {"controller": trial, "sync": hdet.Sync(EVERY)}, self.world, lr=self.low,
+            tmp_path, {"search": trial, "sync": hdet.Sync(EVERY)}, self.world, lr=self.low,
             steps=TRIED, until=FIRST, **dict(self.trial_settings),
         )  # fmt: skip
         assert len({of.looked[0] for of in found}) == 1 and found[0].looked[0] >= 8
@@ -195,12 +199,34 @@ class Contract:
         assert lines[0].startswith("hdet, AutoLR: a trial in the first 56 steps")
         assert sum("learning rate " in line and " -> " in line for line in lines) == 1
 
+    def test_several_optimizers_have_an_ensemble_each(self, tmp_path: Path) -> None:
+        """And one controller for all, or a trial, is refused."""
+        if self.several is None:
+            pytest.skip("this framework's run has one optimizer")
+        world, settings = self.several
+        found = self.run(tmp_path, {**SPREAD, "controller": halved}, world, **settings)
+        for one, two in zip(found[: world // 2], found[world // 2 :], strict=True):
+            same = [n for n in one.weights if torch.equal(one.weights[n], two.weights[n])]
+            assert same == [5, 10, 12] and torch.equal(one.last, two.last) and len(one.state) == 2
+            corrections = [one.metrics[-1][f"optimizer {n}/hdet/corrections/lr"] for n in (0, 1)]
+            assert corrections == [0.5, 0.5]
+        for name, of, message in (
+            ("search", trial, "AutoLR trains copies of a run with one optimizer, and there are 2"),
+            ("controller", Halved(), "several optimizers, each with a controller of its own: pass"),
+        ):
+            with pytest.raises((ValueError, RankError), match=message):
+                self.run(tmp_path, {**SPREAD, name: of}, world, **settings)
+
+    def test_a_setting_that_an_ensemble_does_not_have_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises((TypeError, RankError), match="unexpected keyword argument 'controler'"):
+            self.run(tmp_path, {"controler": None}, 1)
+
     def test_a_trial_leaves_no_trace_in_the_run(self, tmp_path: Path) -> None:
         plain, ours = (
             self.run(
                 tmp_path, of, 1, lr=self.good, steps=TRIED, until=FIRST, **dict(self.trial_settings)
             )
-            for of in (None, {"controller": told, "sync": hdet.Sync(EVERY)})
+            for of in (None, {"search": told, "sync": hdet.Sync(EVERY)})
         )
         self.check_same(plain, ours, FIRST)
         assert ours[0].looked[0] == 1 and any("good rates for" in line for line in ours[0].told)
@@ -244,10 +270,9 @@ class Float16(Contract):
 
     def test_under_float16_a_trial_has_the_scaler_and_the_clipping(self, tmp_path: Path) -> None:
         settings = {"float16": True, "steps": TRIED, **dict(self.trial_settings)}
-        [raised] = self.run(tmp_path, {"controller": trial}, 1, lr=self.low, **settings)
+        [raised] = self.run(tmp_path, {"search": trial}, 1, lr=self.low, **settings)
         assert raised.looked[0] >= 8 and raised.looked[3] and raised.last.isfinite().all()
         plain, ours = (
-            self.run(tmp_path, of, 1, lr=self.good, **settings)
-            for of in (None, {"controller": told})
+            self.run(tmp_path, of, 1, lr=self.good, **settings) for of in (None, {"search": told})
         )
         self.check_same(plain, ours, TRIED)

@@ -129,7 +129,7 @@ class Seen(pl.Callback):
         self.seen.weights[step] = weights(pl_module)
         trainer.should_stop = trainer.should_stop or step == self.until
         ensemble = trainer.hdet and trainer.hdet.ensemble
-        self.seen.counted.append(ensemble.engine.step if ensemble else 0)
+        self.seen.counted.append(ensemble.steps_done if ensemble else 0)
 
     def on_validation_batch_start(self, trainer: Any, pl_module: Any, *others: Any) -> None:
         if not trainer.sanity_checking:

@@ -24,8 +24,6 @@ from .frameworks import (
     accelerate_reset,
     closures,
     computed_again,
-    correction_in,
-    example,
     gradients,
     listening,
     needs,
@@ -86,12 +84,11 @@ class Loop:
         self.scheduler = self.accelerator.prepare(scheduler) if prepared else scheduler
         self.ensemble: Any = None
         if ensemble is not None:
-            settings = dict(ensemble) or {"controller": partial(hdet.AutoLR, budget=0)}
-            search = None
-            if callable(settings.get("controller")):
-                settings["controller"] = settings["controller"](self.model)
-                search = settings["controller"].search
-            if search is not None:
+            settings = dict(ensemble) or {"search": partial(hdet.AutoLR, budget=0)}
+            for name in settings.keys() & {"search", "controller"}:
+                if callable(settings[name]):
+                    settings[name] = settings[name](self.model)
+            if (search := settings.get("search")) is not None:
                 search.before_step = self.clip
             made = hdet.Ensemble(
                 self.optimizer.optimizer, self.scheduler, total_steps=steps, **settings
@@ -130,7 +127,7 @@ class Loop:
             seen.weights[self.done] = weights(self.model)
             seen.skipped.append(accelerator.optimizer_step_was_skipped)
             if self.ensemble is not None:
-                seen.counted.append(self.ensemble.engine.step)
+                seen.counted.append(self.ensemble.steps_done)
                 seen.metrics.append(self.ensemble.metrics())
             if self.done == evaluate:
                 if self.ensemble is not None:
@@ -182,7 +179,7 @@ def train(
 
 
 def again(folder: str) -> Any:
-    loop = Loop({"controller": hdet.AutoLR}, lr=0.0, steps=1)
+    loop = Loop({"search": hdet.AutoLR}, lr=0.0, steps=1)
     with closures() as kept:
         seen = loop.train(1)
     loop.model.zero_grad()
@@ -205,7 +202,7 @@ def test_without_losses_no_trial_is_made(tmp_path: Path) -> None:
         loop = Loop(None, steps=9000)
         auto = hdet.AutoLR(loop.model, budget=0.9)
         made = hdet.Ensemble(
-            loop.optimizer.optimizer, loop.scheduler, total_steps=9000, controller=auto
+            loop.optimizer.optimizer, loop.scheduler, total_steps=9000, search=auto
         )
         loop.ensemble = prepare(loop.accelerator, made)
         loop.train(FIRST)
@@ -264,12 +261,6 @@ def test_what_cannot_work_is_refused_by_name() -> None:
         strange = hdet.Ensemble(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
         with pytest.raises(ValueError, match="has not prepared.*: call accelerator.prepare before"):
             prepare(loop.accelerator, strange)
-        auto = hdet.Ensemble(inner, total_steps=9000, controller=hdet.AutoLR(loop.model))
+        auto = hdet.Ensemble(inner, total_steps=9000, search=hdet.AutoLR(loop.model))
         with pytest.raises(TypeError, match=r"call step\(loss, batch\)"):
             prepare(loop.accelerator, auto, loop.model, losses_of).step(1.0)
-
-
-def test_the_example_raises_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    with accelerate_reset():
-        example("accelerate_loop").main(200)
-    assert correction_in(capsys.readouterr().out) >= 2

@@ -15,7 +15,6 @@ import hdet
 from hdet.integrations.common import (
     Adapter,
     complete_settings,
-    find_trial,
     keep_attributes,
     require,
 )
@@ -95,13 +94,10 @@ def test_importing_hdet_loads_no_framework_and_a_missing_one_is_named(
 def test_controllers_and_replicas_may_be_functions_of_the_model() -> None:
     controller, replicas, asked = Halved(), hdet.Replicas(0, 1), []
     given = begun({"controller": controller, "replicas": replicas, "seed": 1}).ensemble
-    assert given.engine.controller is controller and given.replicas is replicas
+    assert given.report() == "halves once" and given.replicas is replicas
     find = lambda module: asked.append(module) or replicas
-    made = begun({"controller": hdet.AutoLR, "replicas": find, "total_steps": 9000}).ensemble
-    auto = made.engine.controller
-    assert isinstance(auto, hdet.AutoLR) and made.replicas is replicas and asked == [MODEL]
-    assert find_trial(auto) is find_trial(hdet.Shadow(auto)) is auto
-    assert find_trial(controller) is find_trial(None) is None
+    made = begun({"search": hdet.AutoLR, "replicas": find, "total_steps": 9000}).ensemble
+    assert isinstance(made.search, hdet.AutoLR) and made.replicas is replicas and asked == [MODEL]
 
 
 @pytest.mark.parametrize(("settings", "message"), [
@@ -118,21 +114,26 @@ def test_where_nothing_says_what_is_searched_the_first_steps_are_looked_at() -> 
     for settings in ({}, {"seed": 1, "total_steps": 9000}):
         scaler = torch.amp.GradScaler("cpu")
         for free in begun(settings, 2, scaler=scaler, obstacle="is bad").ensembles:
-            auto = free.engine.controller
+            auto = free.search
             assert isinstance(auto, hdet.AutoLR) and auto.budget == 0
             assert "only how far" in auto.report()
             assert auto.scaler is None and auto.before_step is None
-    searched = {"controller": None, "knobs": [hdet.LearningRate()], "sync": hdet.Sync(2)}
+    searched = {
+        "controller": None,
+        "search": None,
+        "knobs": [hdet.LearningRate()],
+        "sync": hdet.Sync(2),
+    }
     for name, value in {**searched, "design": "permutation"}.items():
-        assert begun({name: value}).ensemble.engine.controller is None, name
+        assert begun({name: value}).ensemble.search is None, name
 
 
 def test_a_trial_has_the_frameworks_scaler_and_its_clipping_before_the_users_own_step() -> None:
     scaler, own = torch.amp.GradScaler("cpu"), []
-    controller = lambda module: hdet.AutoLR(module, before_step=lambda: own.append(adapter.called))
-    adapter = begun({"controller": controller, "total_steps": 9000}, scaler=scaler)
-    adapter.ensemble.engine.controller.before_step()
-    assert adapter.ensemble.engine.controller.scaler is scaler and own == [["clip"]]
+    search = lambda module: hdet.AutoLR(module, before_step=lambda: own.append(adapter.called))
+    adapter = begun({"search": search, "total_steps": 9000}, scaler=scaler)
+    adapter.ensemble.search.before_step()
+    assert adapter.ensemble.search.scaler is scaler and own == [["clip"]]
 
 
 def test_each_optimizer_has_an_ensemble_with_its_state_or_none_has() -> None:
@@ -151,16 +152,17 @@ def test_each_optimizer_has_an_ensemble_with_its_state_or_none_has() -> None:
         begun(settings, 1, states=states)
 
 
-@pytest.mark.parametrize(("count", "controller", "obstacle", "message"), [
-    (2, Halved(), None, "several optimizers, each with a controller of its own: pass a function"),
-    (2, hdet.AutoLR, "is bad", "AutoLR trains copies of a run with one optimizer, and there are 2"),
-    (1, hdet.AutoLR, "is bad", "AutoLR is bad"),
+@pytest.mark.parametrize(("count", "given", "obstacle", "message"), [
+    (2, {"controller": Halved()}, None, "each with a controller of its own: pass a function"),
+    (2, {"search": hdet.AutoLR(MODEL)}, None, "each with a search of its own: pass a function"),
+    (2, {"search": hdet.AutoLR}, "is bad", "AutoLR trains copies of a run with one optimizer, and"),
+    (1, {"search": hdet.AutoLR}, "is bad", "AutoLR is bad"),
 ])  # fmt: skip
 def test_a_search_that_cannot_be_is_refused(
-    count: int, controller: Any, obstacle: str | None, message: str
+    count: int, given: Any, obstacle: str | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        begun({"controller": controller, "total_steps": 9000}, count, obstacle=obstacle)
+        begun({**given, "total_steps": 9000}, count, obstacle=obstacle)
 
 
 def test_metrics_have_the_names_of_records_and_saved_corrections_are_told_once() -> None:
@@ -188,7 +190,7 @@ def test_a_group_is_added_in_mid_run(controller: Any) -> None:
     ensemble = adapter.ensemble
     rates = [group["lr"] for group in ensemble.optimizer.param_groups]
     assert ensemble is not first and rates == [0.5, 0.05] and ensemble.corrections == {"lr": 0.5}
-    assert (ensemble.engine.step, ensemble.cycle) == (3, 1) and len(ensemble.parameters) == 3
+    assert (ensemble.steps_done, ensemble.cycle) == (3, 1) and len(ensemble.parameters) == 3
     stepped(adapter)
     assert ensemble.cycle == 2
     with adapter.enter("rescheduling"):
@@ -217,16 +219,9 @@ def test_plain_attributes_are_put_back_and_others_left_alone() -> None:
     assert (float(owner.tensor), len(owner.mixed)) == (1.0, 2)
 
 
-def test_controllers_made_of_others_report_what_those_do() -> None:
+def test_a_shadow_reports_what_its_controller_does() -> None:
     shadow = hdet.Shadow(Halved())
     assert shadow.report() == "halves once (reported only: nothing is moved)"
-    auto = hdet.AutoLR(nn.Linear(1, 1))
-    both = hdet.SequentialController(auto, Halved())
-    assert auto.report() and both.report() == f"{auto.report()}; then: halves once"
-    with pytest.raises(ValueError, match="AutoLR searches in the first steps of a run: pass it as"):
-        hdet.SequentialController(Halved(), auto)
-    silent = hdet.SoftmaxController(decay=None)
-    assert hdet.SequentialController(silent, Halved()).report() == "halves once"
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["of all arms", "of those that diverge"])
@@ -243,7 +238,7 @@ def test_batches_without_a_loss_are_left_out_of_a_trial(broken: bool) -> None:
         return losses
 
     run.closure = closure
-    found = run.steps(ALL).controller.interval
+    found = run.steps(ALL).search.interval
     assert left_out and not found.moves
     assert {len(arm.losses) for arm in found.trial.arms} == {
         0,

@@ -24,9 +24,7 @@ from .frameworks import (
     Halved,
     closures,
     computed_again,
-    correction_in,
     equal,
-    example,
     gradients,
     halved,
     needs,
@@ -135,8 +133,8 @@ def test_of_several_optimizers_each_has_its_part_of_lightnings_steps(tmp_path: P
     trainer = fit(str(tmp_path), {}, Gan(both=True))
     assert trainer.global_step == STEPS
     for ensemble in trainer.hdet.ensembles:
-        assert ensemble.run.clock.total_steps == ensemble.engine.step == STEPS / 2
-        assert ensemble.engine.controller.budget == 0
+        assert ensemble.run.clock.total_steps == ensemble.steps_done == STEPS / 2
+        assert ensemble.search.budget == 0
 
 
 @pytest.mark.parametrize(
@@ -152,7 +150,7 @@ def test_the_runs_length_is_the_steps_that_lightning_makes(
         accumulate_grad_batches=1 if changes else parts, before=changes,
     )  # fmt: skip
     ensemble = trainer.hdet.ensemble
-    assert ensemble.run.clock.total_steps == ensemble.engine.step == trainer.global_step > 0
+    assert ensemble.run.clock.total_steps == ensemble.steps_done == trainer.global_step > 0
 
 
 # -- batches ---------------------------------------------------------------------------------------
@@ -179,11 +177,10 @@ def test_batches_that_training_step_leaves_out_are_left_out_of_trials(
     tmp_path: Path, nones: Any
 ) -> None:
     plain, ours, free = (
-        fit(str(tmp_path), of, LeavesOut(nones), until=FIRST)
-        for of in (None, {"controller": told}, {})
+        fit(str(tmp_path), of, LeavesOut(nones), until=FIRST) for of in (None, {"search": told}, {})
     )
     assert equal([weights(of.lightning_module) for of in (plain, ours, free)])
-    found = ours.hdet.ensemble.engine.controller.search.interval.trial
+    found = ours.hdet.ensemble.search.interval.trial
     assert max(len(arm.losses) for arm in found.arms) == (28 if nones[0] == 6 else 26)
     assert found.has_learned and ours.global_step == FIRST
     assert free.hdet.ensemble.corrections["lr"] == 1
@@ -208,9 +205,9 @@ def test_a_step_that_is_not_finished_counts_in_no_other(tmp_path: Path) -> None:
         module, settings = Holes((), ((0, 7), (1, 13))), {"limit_train_batches": 60}
         return fit(str(tmp_path), ensemble, module, until=FIRST, make=Counts, **settings)
 
-    plain, ours = run(None), run({"controller": told})
+    plain, ours = run(None), run({"search": told})
     assert equal([weights(of.lightning_module) for of in (plain, ours)]) and set(seen) == {PARTS}
-    assert ours.hdet.ensemble.engine.step == ours.global_step == plain.global_step == FIRST
+    assert ours.hdet.ensemble.steps_done == ours.global_step == plain.global_step == FIRST
 
 
 def test_losses_may_be_a_function_of_the_users(tmp_path: Path) -> None:
@@ -221,10 +218,10 @@ def test_losses_may_be_a_function_of_the_users(tmp_path: Path) -> None:
         return losses_of(module, batch)
 
     module = LeavesOut()
-    ensemble = {"controller": trial, "losses_of": losses}
+    ensemble = {"search": trial, "losses_of": losses}
     trainer = fit(str(tmp_path), ensemble, module, until=FIRST)
     assert len(asked) > FIRST * PARTS and module.calls == FIRST * PARTS
-    assert trainer.hdet.ensemble.engine.controller.interval is not None
+    assert trainer.hdet.ensemble.search.interval is not None
 
 
 def test_a_scheduler_that_steps_by_a_metric_is_corrected_and_in_the_bar(tmp_path: Path) -> None:
@@ -239,17 +236,10 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
     module = Net()
     module.automatic_optimization, before = False, weights(module)
     with pytest.raises(ValueError, match="optimizes by hand cannot: pass losses_of="):
-        fit(str(tmp_path), {"controller": hdet.AutoLR}, module)
+        fit(str(tmp_path), {"search": hdet.AutoLR}, module)
     assert torch.equal(before, weights(module))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'controler'"):
-        HdetCallback(controler=None)
     with pytest.raises(TypeError, match="positional argument"):
         HdetCallback(hdet.AutoLR)  # would be losses_of=, and no controller
-
-
-def test_the_example_raises_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    example("lightning_module").main(100)
-    assert correction_in(capsys.readouterr().out) >= 2
 
 
 # -- beside Lightning's own callbacks ----------------------------------------------------------
@@ -291,7 +281,7 @@ def test_averages_that_other_callbacks_keep_are_the_replicas_mean_where_others_l
 
 def test_an_average_begins_again_where_the_run_does(tmp_path: Path) -> None:
     average = pl.callbacks.EMAWeightAveraging(decay=0.9)
-    module, ensemble = Net(1e6, LOOKED, "constant"), {"controller": partial(hdet.AutoLR, budget=0)}
+    module, ensemble = Net(1e6, LOOKED, "constant"), {"search": partial(hdet.AutoLR, budget=0)}
     trainer = fit(str(tmp_path), ensemble, module, before=[average], gradient_clip_val=None)
     assert trainer.hdet.ensemble.corrections["lr"] < 1 and weights(module).isfinite().all()
 
@@ -361,4 +351,4 @@ def test_a_group_that_a_hook_of_the_module_adds_starts_at_the_rate_it_gives(
     module = type("Adds", (Transfer,), {hook: add})()
     trainer = fit(str(tmp_path), {**SPREAD, "controller": Halved()}, module, **EPOCHS)
     assert trainer.callback.groups[added[0] + 1][1] == pytest.approx(1e-3)
-    assert trainer.hdet.ensemble.engine.step == STEPS
+    assert trainer.hdet.ensemble.steps_done == STEPS

@@ -81,5 +81,5 @@ def test_plain_fsdp_is_one_replica_which_explores_nothing_and_is_enough_for_tria
     run = partial(sharded, rows=1)
     with pytest.raises(RankError, match="ranks 0-3 are one replica, .* nothing to explore with"):
         on_ranks(run, 4, str(tmp_path), SPREAD)
-    plain, auto = (on_ranks(run, 4, str(tmp_path), of) for of in (None, {"controller": told}))
+    plain, auto = (on_ranks(run, 4, str(tmp_path), of) for of in (None, {"search": told}))
     assert all(torch.equal(a.last, b.last) for a, b in zip(plain, auto, strict=True))

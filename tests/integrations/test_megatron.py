@@ -3,8 +3,6 @@ stands in for the GPU (examples/megatron_cpu.py)."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,20 +14,16 @@ import torch
 
 import hdet
 
-from ..distributed import RankError
 from .contract import Contract, Trained
 from .frameworks import (
     PARTS,
     SPREAD,
     STEPS,
     STILL,
-    Halved,
     closures,
-    correction_in,
     equal,
     example,
     flat,
-    halved,
     launched,
     listening,
     needs,
@@ -37,7 +31,7 @@ from .frameworks import (
 )
 
 needs("megatron.core")
-for file in ("megatron_cpu", "megatron_tiny", "megatron_gpt"):
+for file in ("megatron_cpu", "megatron_tiny"):
     example(file)
 import megatron_tiny  # type: ignore[import-not-found]
 from megatron.core import parallel_state
@@ -205,6 +199,13 @@ def _with_megatron(function: Callable[..., Any], *args: Any) -> Any:
             parallel_state.destroy_model_parallel()
 
 
+EXPERTS = {
+    "num_moe_experts": 2, "expert_model_parallel_size": 2, "moe_router_topk": 1,
+    "moe_router_pre_softmax": True, "add_bias_linear": False, "sequence_parallel": False,
+}  # fmt: skip
+"""Experts are trained by an optimizer of their own, in a chain; a replica has all of them."""
+
+
 class TestContract(Contract):
     train, again, ranks = staticmethod(train), staticmethod(again), staticmethod(on_megatron)
     plain = (
@@ -212,6 +213,7 @@ class TestContract(Contract):
     )  # fmt: skip
     anew = ((1, {}), (2, {"bf16": True}), (2, {"pp": 2}))
     trial_settings = (("bf16", True),)
+    several = 4, EXPERTS
 
 
 def _parts(folder: str, **settings: Any) -> Any:
@@ -240,49 +242,13 @@ def test_a_part_of_a_model_is_averaged_with_its_own_kind(
     assert "tied" not in settings or equal([embedding for _, embedding in found])
 
 
-def _example(steps: int) -> str:
-    import megatron_gpt  # type: ignore[import-not-found]
-
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        megatron_gpt.main(steps)
-    return out.getvalue()
-
-
-def test_the_example_runs() -> None:
-    assert correction_in(on_megatron(_example, 1, 60)[0]) >= 1
-
-
-# -- chains, refusals ------------------------------------------------------------------------------
-
-EXPERTS = {
-    "num_moe_experts": 2, "expert_model_parallel_size": 2, "moe_router_topk": 1,
-    "moe_router_pre_softmax": True, "add_bias_linear": False, "sequence_parallel": False,
-}  # fmt: skip
-
-
-def test_a_chain_has_an_ensemble_for_each_optimizer(tmp_path: Path) -> None:
-    """Experts are trained by one of their own; a replica has all of them."""
-    experts = partial(train, **EXPERTS)
-    found = on_megatron(experts, 4, str(tmp_path), {**SPREAD, "controller": halved})
-    for one, two in ((found[0], found[2]), (found[1], found[3])):
-        ends = [step for step in one.weights if torch.equal(one.weights[step], two.weights[step])]
-        assert ends == [5, 10, 12] and torch.equal(one.last, two.last) and len(one.state) == 2
-        for number in (0, 1):
-            assert one.metrics[-1][f"optimizer {number}/hdet/corrections/lr"] == 0.5
-    for controller, message in (
-        (trial, "AutoLR trains copies of a run with one optimizer, and there are 2: train all"),
-        (Halved(), "several optimizers, each with a controller of its own: pass a function"),
-    ):
-        with pytest.raises(RankError, match=message):
-            on_megatron(experts, 4, str(tmp_path), {**SPREAD, "controller": controller})
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def _refused() -> None:
     parallel_state.destroy_model_parallel()
     loop = Loop(None)
     args = (loop.optimizer, loop.scheduler, loop.model)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'controler'"):
-        wrap(*args, controler=None)
     with pytest.raises(ValueError, match="no parameters to train"):
         wrap(ChainedOptimizer([]), *args[1:])
     [member] = loop.optimizer.chained_optimizers
@@ -291,7 +257,7 @@ def _refused() -> None:
         ("fp16", "no loss scale looks after: use bf16"),
     ):
         with mock.patch.object(member.config, name, True), pytest.raises(ValueError, match=message):
-            wrap(*args, controller=trial, total_steps=9)
+            wrap(*args, search=trial, total_steps=9)
     other = mock.Mock(is_stub_optimizer=False, config=member.config, optimizer=member.optimizer)
     with pytest.raises(ValueError, match="a Mock of Adam.*, which hdet does not know: use 'adam'"):
         wrap(mock.Mock(chained_optimizers=[other]), *args[1:])

@@ -26,10 +26,8 @@ from .frameworks import (
     STILL,
     closures,
     computed_again,
-    equal,
     example,
     gradients,
-    halved,
     launched,
     listening,
     needs,
@@ -40,7 +38,6 @@ from .frameworks import (
 needs("torchtitan", "triton")
 for file in ("torchtitan_cpu", "torchtitan_tiny"):
     example(file)  # before torchtitan: the first says that there is no GPU
-EXAMPLE = example("torchtitan_llama")
 
 import torchtitan_tiny  # type: ignore[import-not-found]  # of examples/
 from torchtitan.components.checkpoint import CheckpointManager
@@ -239,6 +236,7 @@ class TestContract(Contract):
     train, again, ranks = staticmethod(train), staticmethod(again), staticmethod(launched)
     plain = ((1, {}), (2, {"bf16": True, "loss": CHUNKED}), (4, {"parallel": HSDP}))
     anew = ((2, {"bf16": True}), (2, {"loss": CHUNKED}), (2, {"parallel": SHARDED}))
+    several = 2, {"groups": [group("norm", 2e-2, "Adam"), group(".*", 1e-2)]}
 
 
 # -- layouts ---------------------------------------------------------------------------------------
@@ -269,17 +267,6 @@ def test_a_cycles_loss_is_the_mean_of_torchtitans_in_each_layout(
 # -- configurations, refusals ----------------------------------------------------------------------
 
 
-def _example() -> Any:
-    trainer = EXAMPLE.tiny_hdet(60, 1).build()
-    trainer.train()
-    return trainer.ensemble.corrections["lr"]
-
-
-def test_the_example_runs() -> None:
-    [correction] = launched(_example, 1)
-    assert correction >= 1
-
-
 def from_registry() -> Any:
     """As a function of a config_registry."""
     return wrap(config("unused", lr=1e-3), **SPREAD)
@@ -295,27 +282,13 @@ def test_torchtitans_command_line_takes_it() -> None:
     assert type(made)._owner.__mro__[2] is Watched and type(before)._owner is Watched
 
 
-def _several(folder: str) -> Any:
-    groups = [group("norm", 2e-2, "Adam"), group(".*", 1e-2)]
-    run = train(folder, {**SPREAD, "controller": halved}, groups=groups)
-    return run.last, len(run.state), sorted(key for key in run.metrics[0] if "corrections" in key)
-
-
-def test_several_optimizers_have_an_ensemble_each(tmp_path: Path) -> None:
-    found = launched(_several, 2, str(tmp_path))
-    names = [f"optimizer {number}/hdet/corrections/lr" for number in (0, 1)]
-    assert equal([last for last, *_ in found]) and found[0][1:] == (2, names)
-
-
 def _graphs(folder: str) -> None:
-    trainer = wrap(config(folder), controller=trial).build()
+    trainer = wrap(config(folder), search=trial).build()
     trainer.config.training.disable_cuda_graphs = False  # a CPU has none
     trainer.hdet.begin_run()
 
 
 def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'controler'"):
-        wrap(config("unused"), controler=None)
     pipeline = config("unused", parallel={"pipeline_parallel_degree": 2})
     with pytest.raises(ValueError, match="_parallel_degree is above 1, .*: set it to 1, and shard"):
         wrap(pipeline).build()

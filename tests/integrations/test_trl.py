@@ -38,7 +38,3 @@ def test_adapters_alone_are_averaged_and_losses_anew_are_not_counted() -> None:
     assert equal([of[0] for of in found]) and any(saved for _, saved, *_ in found)
     for _, _, adapters, averaged in found:
         assert len(adapters) == averaged == 14 and all("lora" in name for name in adapters)
-
-
-def test_the_example_raises_its_rate() -> None:
-    assert example("trl_lora").main(100).ensemble.corrections["lr"] >= 2

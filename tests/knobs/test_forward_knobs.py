@@ -95,7 +95,7 @@ def test_the_users_setter_is_called_for_new_values_only() -> None:
         assert held.value == 4.0
         held.value = 3.0
     run.step()
-    assert held.value == 6.0 and run.schedule.values() == [3.0]
+    assert held.value == 6.0 and run._schedule.values() == [3.0]
 
 
 def test_an_average_that_rounds_a_buffer_is_not_taken_for_a_value_of_the_users() -> None:
@@ -103,16 +103,16 @@ def test_an_average_that_rounds_a_buffer_is_not_taken_for_a_value_of_the_users()
     del net.temperature
     net.register_buffer("temperature", torch.tensor(1.0))
     run = ensemble(net, [hdet.Temperature(net)])
-    run.engine.corrections = [2.0]
+    run._schedule.knobs[0].correction = 2.0
     for _ in range(3):
-        run.schedule.write(run.engine)
+        run._schedule.write()
         net.temperature.copy_(torch.nextafter(net.temperature, torch.tensor(9.0)))
-        run.schedule.check_unwritten()
-    run.schedule.write(run.engine)
-    assert float(net.temperature) == 2.0 and run.schedule.values() == [1.0]
+        run._schedule.check_unwritten()
+    run._schedule.write()
+    assert float(net.temperature) == 2.0 and run._schedule.values() == [1.0]
     net.temperature.fill_(3.0)
     with pytest.raises(ValueError, match="temperature is 3, and was left at 2"):
-        run.schedule.check_unwritten()
+        run._schedule.check_unwritten()
 
 
 @pytest.mark.parametrize("unit", [None, 2.0])
@@ -192,7 +192,7 @@ def test_who_forgets_to_explore_is_told_once_a_cycle() -> None:
     net, run = dropping(every=2, count=2)
     # the other replica is as this one
     run.replicas.sum_rows = lambda *rows, purpose: torch.stack([*rows, *rows])
-    run.weights.end_cycle = lambda *ending: []
+    run._cycles.parameters.end_cycle = lambda *ending: []
 
     def cycle(explore: bool) -> list[str]:
         for _ in range(2):
@@ -212,7 +212,7 @@ def coresident(net: Net, **settings: Any) -> tuple[hdet.CoresidentReplicas, hdet
     replicas, optimizer = hdet.CoresidentReplicas(net, 4), adamw(net, hdet.FusedAdamW)
     knobs = [hdet.Temperature(net, 0.5), hdet.LearningRate(0.2)]
     run = hdet.Ensemble(optimizer, knobs=knobs, replicas=replicas, **policies(every=2, **settings))
-    return replicas, run, run.engine.multipliers()[1]
+    return replicas, run, run._engine.multipliers()[1]
 
 
 def test_each_co_resident_replica_explores_its_own_value() -> None:

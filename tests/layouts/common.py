@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -115,36 +116,56 @@ class ByHand:
         self.means.append(flat(self.nets[0].parameters()))
 
 
+@dataclass
+class Layout:
+    """A training on this rank.
+
+    Attributes:
+        backward: ``backward(step, observe)`` leaves gradients, and observes losses.
+        settings: of the Ensemble.
+        between: what is done after the optimizer's step.
+        whole: a replica's tensors, from this rank's.
+    """
+
+    parameters: Sequence[Any]
+    backward: Callable[[int, Any], None]
+    settings: dict[str, Any] = field(default_factory=dict)
+    optimizer: Any = None
+    between: Callable[[int], object] = lambda step: None
+    whole: Callable[[Any], torch.Tensor] = flat
+
+    def train(self, steps: int) -> Trace:
+        records: list[Any] = []
+        trace = Trace([], records, [getattr(p, "to_local", p.detach)() for p in self.parameters])
+        optimizer = self.optimizer or adamw(self.parameters)
+        log = lambda record, step: records.append(record)
+        ensemble = ensemble_of(optimizer, log=log, **self.settings)
+        for i in range(steps):
+            optimizer.zero_grad()
+            self.backward(i, ensemble.observe)
+            gradient = self.whole([p.grad for p in self.parameters])
+            optimizer.step()
+            before = self.whole(self.parameters)
+            self.between(i)
+            ensemble.step()
+            trace.steps.append((gradient, before, self.whole(self.parameters)))
+        kept = [state["z"].to_local() for state in optimizer.state.values() if "z" in state]
+        return trace._replace(kept=kept)
+
+
 class Trace(NamedTuple):
     """What one rank has seen."""
 
     steps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     """(gradient, parameters before and after `Ensemble.step`)"""
     records: list[dict[str, Any]]
+    parts: list[torch.Tensor]
+    """This rank's parameters or shards."""
+    kept: Sequence[torch.Tensor] = ()
+    """What a schedule-free optimizer keeps of them."""
 
     def weights(self, i: int) -> torch.Tensor:
         return self.steps[i][2]
-
-
-def train(
-    parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, backward: Any, steps: int,
-    between: Callable[[int], object] = lambda step: None, **settings: Any,
-) -> Trace:  # fmt: skip
-    """``backward(step, observe)`` leaves gradients, and observes losses; ``between``: after the
-    optimizer's step. ``settings``: of the Ensemble."""
-    trace = Trace([], [])
-    log = lambda record, step: trace.records.append(record)
-    ensemble = ensemble_of(optimizer, log=log, **settings)
-    for i in range(steps):
-        optimizer.zero_grad()
-        backward(i, ensemble.observe)
-        gradient = flat(p.grad for p in parameters)
-        optimizer.step()
-        before = flat(parameters)
-        between(i)
-        ensemble.step()
-        trace.steps.append((gradient, before, flat(parameters)))
-    return trace
 
 
 def check(
@@ -174,12 +195,13 @@ def check(
     return hand
 
 
-def parts_and_meets(traces: Sequence[Trace], inside: int = 1) -> None:
-    """Gradients are shared, and parameters equal only inside of a replica's ranks and after an
-    average, to the bit."""
+def parts_and_meets(traces: Sequence[Trace], inside: int = 1, local: bool = False) -> None:
+    """Gradients are shared, unless they are ``local``, and parameters equal only inside of a
+    replica's ranks and after an average, to the bit."""
     for i, steps in enumerate(zip(*(trace.steps for trace in traces), strict=True)):
         gradients, before, after = zip(*steps, strict=True)
-        assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+        for rank, gradient in enumerate(gradients):
+            assert torch.equal(gradient, gradients[0]) == (not local or rank < inside)
         for weights, meet in ((before, False), (after, i % INTERVAL == INTERVAL - 1)):
             for rank, own in enumerate(weights):
                 assert torch.equal(own, weights[0]) == (meet or rank < inside)

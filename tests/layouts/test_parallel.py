@@ -4,34 +4,23 @@ In float64: sums over tp and micro-batches have another order there, nothing els
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from examples import parallel
 from tests.distributed import run_ranks
 from tests.layouts.common import full
 
-ROOT = Path(__file__).parents[2]
 STEPS, INTERVAL = 8, 4
 ARGUMENTS = ["--steps", str(STEPS), "--sync-interval", str(INTERVAL), "--max-lr", "3e-3"]
 
 # Measured: 1.3e-15 in weights and 9e-16 in losses over all steps. A gradient that is small against
 # its rounding would be magnified by Adam; three digits are left for that and other machines.
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
-
-
-def example() -> ModuleType:
-    path = ROOT / "examples/parallel.py"
-    spec = importlib.util.spec_from_file_location("hdet_example_parallel", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def train(rank: int, world: int, arguments: list[str]) -> dict[str, Any]:
@@ -43,7 +32,6 @@ def train(rank: int, world: int, arguments: list[str]) -> dict[str, Any]:
 
 
 def collect(arguments: list[str]) -> dict[str, Any]:
-    parallel = example()
     run: dict[str, Any] = {"losses": [], "rates": [], "own": [], "weights": [], "records": []}
 
     def after_step(step: int, stage: Any, ensemble: Any, losses: list[torch.Tensor]) -> None:

@@ -11,8 +11,9 @@ import pytest
 from hdet.controllers import softmax
 from hdet.controllers.softmax import SoftmaxController
 from hdet.core.clock import Clock
-from hdet.core.engine import Engine, KnobSpec
+from hdet.core.engine import Engine
 from hdet.core.spread import assignment, multipliers
+from hdet.core.value import Value
 from tests.reference import method
 
 close = pytest.approx
@@ -75,12 +76,12 @@ def test_a_missing_loss_is_masked_as_in_the_reference():
     """Eq. 3 to 6 over the replicas that are left: the softmax and the mean rate both run over
     those alone."""
     controller = SoftmaxController(0.1, 0.5, 0.0, None)
-    engine = Engine([KnobSpec("lr", 0.3)], 4, Clock(1), controller)
+    engine = Engine([Value("lr", 0.3)], 4, Clock(1), controller)
     rho, losses = engine.multipliers()[0], [2.0, math.nan, 2.1, 1.9]
     engine.tick()
-    engine.close(losses, scheduled=[1.0])
+    engine.close(losses)
     kept = [0, 2, 3]
     weights = method.softmax(method.scores([losses[r] for r in kept], 0.1))
     delta = method.signal(weights, [rho[r] for r in kept])
     assert delta != 0
-    assert engine.corrections[0] == close(math.exp(0.5 * delta), rel=1e-12)
+    assert engine.values[0].correction == close(math.exp(0.5 * delta), rel=1e-12)

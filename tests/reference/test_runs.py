@@ -44,7 +44,9 @@ def trained(steps, warmup, sigma, step_size, momentum, decay, drop_in):
         run.optimizer.step()
         clock.step()
         run.index += 1
-        held += run.ensemble.engine.held[:1] if run.ensemble.cycle > len(held) else []
+        held += (
+            [run.ensemble._schedule.knobs[0].off_schedule] if run.ensemble.cycle > len(held) else []
+        )
     return run, rates, held
 
 

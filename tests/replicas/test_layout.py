@@ -3,33 +3,47 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hdet.replicas.layout import Layout, paired
-
-from .tables import CASES, Case, peers, row, tables
+from hdet.replicas.layout import Layout, Table, paired
 
 PAGE = (Path(__file__).parents[2] / "docs" / "ranks.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| `from_layout\((.*)\)` \| (\d+) \| (.*) \|$", PAGE, re.MULTILINE)
 
 
-def lists(table: Any) -> list[list[int]]:
-    return [list(ranks) for ranks in table]
+def peers(layout: Layout) -> Table:
+    """[member][replica]: ranks that hold the same part of the model."""
+    return tuple(zip(*layout.replicas, strict=True))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.world}-{case.sizes}")
-def test_worked_tables_hold(case: Case) -> None:
-    layout = Layout(case.world, **case.sizes)
-    assert tables(layout) == [*case[2:]]
+def tables(layout: Layout) -> list[list[list[int]]]:
+    """As in a row of the page: replicas, peers, who sees a loss (the last stage), and who has a
+    tied embedding (the first and the last stage)."""
+    stages = layout.groups("pp")
+    last = {group[-1] for group in stages}
+    losses = [[rank for rank in replica if rank in last] for replica in layout.replicas]
+    tied = [[group[0], group[-1]] for group in stages if layout.pp > 1]
+    return [*([list(ranks) for ranks in t] for t in (layout.replicas, peers(layout), losses, tied))]
 
 
-def test_the_page_has_rows_of_the_worked_tables() -> None:
-    shown = [line for line in PAGE.splitlines() if line.startswith("| `from_layout(")]
-    assert len(shown) > 5 and not {*shown} - {row(case) for case in CASES}
+def written(cell: str) -> list[list[int]]:
+    """Of "{0, 2} {4-7}"."""
+    spans = [re.findall(r"(\d+)(?:-(\d+))?", ranks) for ranks in re.findall("{(.*?)}", cell)]
+    return [[r for a, b in span for r in range(int(a), int(b or a) + 1)] for span in spans]
+
+
+@pytest.mark.parametrize(("sizes", "world", "cells"), ROWS)
+def test_the_pages_tables_hold(sizes: str, world: str, cells: str) -> None:
+    layout = Layout(int(world), **eval(f"dict({sizes})"))
+    assert tables(layout) == [written(cell) for cell in cells.split(" | ")]
+    assert len(ROWS) > 5
 
 
 SIZES = st.sampled_from([1, 1, 2, 3, 4])
@@ -49,16 +63,32 @@ def layouts(draw: st.DrawFn) -> Layout:
         raise
 
 
+def lines_of(layout: Layout, axis: str) -> set[tuple[int, ...]]:
+    """Groups by the definition: rank = sum of coordinate * stride, the axis named first at 1."""
+    etp = layout.tp if layout.etp is None else layout.etp
+    edp = layout.world // (etp * layout.ep * layout.pp)
+    sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp}
+    if axis in ("ep", "etp", "edp"):
+        sizes = {"tp": etp, "ep": layout.ep, "dp": edp, "pp": layout.pp}
+    names = layout.order.split("-")[::-1]
+    grid = np.arange(layout.world).reshape([sizes.get(name, 1) for name in names])
+    place = names.index({"etp": "tp", "edp": "dp"}.get(axis, axis))
+    return set(map(tuple, np.moveaxis(grid, place, -1).reshape(-1, grid.shape[place]).tolist()))
+
+
 @settings(max_examples=100, deadline=None)
 @given(layouts())
 def test_replicas_of_any_layout(layout: Layout) -> None:
     """They are equal, closed under what is shared, minimal, with peers at the same place; or the
     layout is refused because its experts are in no such relation to the rest."""
     shared = {axis: layout.groups(axis) for axis in ("tp", "cp", "pp", "ep", "etp", "shard")}
+    has_experts = layout.ep > 1 or layout.etp is not None
+    for axis in ("tp", "cp", "dp", "pp", *(("ep", "etp", "edp") if has_experts else ())):
+        assert set(layout.groups(axis)) == lines_of(layout, axis)
     try:
         replicas = layout.replicas
     except ValueError as error:
-        assert layout.ep > 1 or layout.etp is not None, error
+        assert has_experts, error
         return
     assert sorted(itertools.chain(*replicas)) == [*range(layout.world)]
     assert len({len(replica) for replica in replicas}) == 1

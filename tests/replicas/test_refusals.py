@@ -41,7 +41,7 @@ def sharded(mesh: Any, model: nn.Module | None = None) -> torch.optim.Optimizer:
 def one_dimension(rank: int, world: int) -> list[str]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     optimizer = sharded(init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)), model)
-    single, auto = hdet.Replicas.single(), {"controller": hdet.AutoLR(model), "total_steps": 100}
+    single, auto = hdet.Replicas.single(), {"search": hdet.AutoLR(model), "total_steps": 100}
     return [
         refusal(optimizer, None), refusal(optimizer, hdet.Replicas.from_group()),
         refusal(optimizer, single, **auto), refusal(optimizer, single),

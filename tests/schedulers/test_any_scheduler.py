@@ -162,7 +162,7 @@ def test_a_schedule_that_reaches_zero(name, decay, warmup):
         assert second == pytest.approx(first if "last step" in name else first / 2), step
         ensemble.step(toy.step())
     # also where the first six steps, at a rate of 0 that is the schedule's own, move nothing
-    assert (ensemble.cycle, ensemble.engine.step) == (STEPS // 3, STEPS)
+    assert (ensemble.cycle, ensemble.steps_done) == (STEPS // 3, STEPS)
 
 
 # -- the peak ----------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def searched(name):
     run = auto_run(PEAK, scheduler=TRIANGLES[name], closure=False)
     group = run.optimizer.param_groups[0]
     group |= {name: PEAK} if name.endswith("_lr") else {}
-    while not run.controller.done:
+    while not run.search.done:
         with run.ensemble.rescheduling():
             group["lr"] = group["lr"] if run.scheduler else PEAK * triangle(run.index)
         run.step()
@@ -247,7 +247,7 @@ def test_a_correction_does_not_depend_on_how_a_curve_is_scheduled(name):
     assert DOUBTS.get(name, "good rates for") in run.ensemble.report()
     if run.scheduler is not None:
         assert simulate_rates(run.optimizer, run.scheduler, TOTAL).highest == pytest.approx([PEAK])
-        assert run.ensemble.schedule.peaks() == [[pytest.approx(PEAK)]]
+        assert run.ensemble._schedule.peaks() == [[pytest.approx(PEAK)]]
 
 
 def test_a_schedule_is_asked_for_its_peak_once():
@@ -256,7 +256,7 @@ def test_a_schedule_is_asked_for_its_peak_once():
     optimizer = torch.optim.SGD([{"params": part.parameters()} for part in net], lr=1e-3)
     scheduler = torchs.LambdaLR(optimizer, lambda step: asked.append(step) or 1.0)
     auto = hdet.AutoLR(net, budget=0)
-    ensemble = hdet.Ensemble(optimizer, scheduler, controller=auto, total_steps=TOTAL)
+    ensemble = hdet.Ensemble(optimizer, scheduler, search=auto, total_steps=TOTAL)
     for _ in range(30):
         sum(part(torch.ones(2)) for part in net).square().backward()
         optimizer.step()
@@ -269,8 +269,25 @@ def test_a_schedule_that_cannot_be_simulated_is_refused_where_a_peak_is_needed()
     scheduler = torchs.StepLR(toy.optimizer, 5)
     scheduler.lock = threading.Lock()
     with pytest.raises(ValueError, match=r"the peak of StepLR is not known.*lock.*'max_lr'"):
-        hdet.Ensemble(toy.optimizer, scheduler, controller=hdet.AutoLR(toy.net), total_steps=TOTAL)
+        hdet.Ensemble(toy.optimizer, scheduler, search=hdet.AutoLR(toy.net), total_steps=TOTAL)
     hdet.Ensemble(toy.optimizer, scheduler, total_steps=TOTAL).step(toy.step())
+
+
+class Told:
+    """As timm's, which are told where they are."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self, epoch, metric=None):
+        pass
+
+
+def test_a_scheduler_whose_step_needs_an_argument_is_refused_with_the_way_out():
+    toy = Toy(sgd)
+    with pytest.raises(ValueError, match=r"Told.*step needs 'epoch'.*: leave scheduler out"):
+        hdet.Ensemble(toy.optimizer, Told(toy.optimizer))
+    hdet.Ensemble(toy.optimizer)  # which is as it was
 
 
 class Own(torchs.LRScheduler):

@@ -63,15 +63,6 @@ def test_loss_may_be_a_number_a_tensor_or_absent(caplog):
     assert not any("left out" in text for text in others)  # nobody reads losses
 
 
-def test_missing_total_is_refused_only_when_a_controller_acts():
-    hdet.OneCycleAutoLR(Toy(sgd).optimizer, 0.01, 50)  # default warm-up: 100 000
-    optimizer = Toy(sgd).optimizer
-    before = hyperparameters(optimizer)
-    with pytest.raises(ValueError, match="total_steps.*50.*100000"):
-        hdet.OneCycleAutoLR(optimizer, 0.01, 50, enable_auto_lr=True)
-    assert hyperparameters(optimizer) == before
-
-
 ACTS = {"enable_auto_lr": True, "auto_lr_warmup_steps": 0}
 
 
@@ -84,6 +75,9 @@ ACTS = {"enable_auto_lr": True, "auto_lr_warmup_steps": 0}
     ({"rank": 0, "world_size": 4}, "world_size is 4"),
     ({**ACTS, "loss_scale": 0.0}, "temperature"), ({**ACTS, "momentum_of_lr": 1.0}, "momentum"),
     ({"divergences": None}, "divergences"),
+    ({"enable_auto_lr": True}, "total_steps.*20.*100000"),
+    *(({"controller": of}, "controller must be an")
+        for of in ("AutoLR", hdet.AutoLR, hdet.SoftmaxController)),
 ])  # fmt: skip
 def test_wrong_input_is_refused_by_name_and_changes_nothing(arguments, message):
     toy, plain = Toy(sgd), Toy(sgd)

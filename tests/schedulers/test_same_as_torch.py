@@ -136,11 +136,3 @@ def test_resume_by_state_dict(case, first, tmp_path):
         loads[key](saved[key])
     fresh.take(toy)
     run_alike((torchs, (fresh, resumed)), case.steps - half)
-
-
-@pytest.mark.parametrize("wrong", ["AutoLR", hdet.AutoLR, hdet.SoftmaxController])
-def test_a_controller_that_is_none_is_refused_by_name_with_several_groups(wrong):
-    toy = Toy(CASES[0].optimizer)
-    toy.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 1e-3})
-    with pytest.raises(TypeError, match="controller must be an"):
-        hdet.OneCycleAutoLR(toy.optimizer, 1e-3, 10, controller=wrong)

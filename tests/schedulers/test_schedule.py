@@ -192,7 +192,7 @@ def test_rescheduling_inside_explore_moves_what_acts_in_the_step() -> None:
             assert drop.p == replicas != 0.2 and rates(toy.optimizer) == [0.5, 0.5]
             toy.optimizer.param_groups[0]["lr"] = 0.25
         assert drop.p == replicas and rates(toy.optimizer) == [0.5, 1.0]
-    assert drop.p == 0.2 and run.schedule.values()[0] == 0.25
+    assert drop.p == 0.2 and run._schedule.values()[0] == 0.25
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def by_a_scheduler(toy: Toy, ensemble: hdet.Ensemble) -> None:
 
 
 def by_its_own_scheduler(toy: Toy, ensemble: hdet.Ensemble) -> None:
-    ensemble.schedule.scheduler.step()
+    ensemble._schedule.scheduler.step()
 
 
 def by_a_state(toy: Toy, ensemble: hdet.Ensemble) -> None:
@@ -234,8 +234,7 @@ def test_a_write_of_somebody_else_is_refused_before_it_is_used(
     settings: dict[str, Any] = {"sync": hdet.Sync(STEPS), "controller": Scripted([factor])}
     ensemble = hdet.Ensemble(toy.optimizer, scheduler, **settings)
     epoch(toy, ensemble)
-    before = exact(toy.parameters()), ensemble.engine.step
-    ensemble.state_dict()
+    before = exact(toy.parameters()), ensemble.steps_done
     write(toy, ensemble)
     calls = (
         toy.step, ensemble.step, ensemble.state_dict, ensemble.values,
@@ -244,8 +243,8 @@ def test_a_write_of_somebody_else_is_refused_before_it_is_used(
     for call in calls:
         with pytest.raises(ValueError, match=r"lr of parameter group \d is .*" + REFUSED):
             call()
-    assert (exact(toy.parameters()), ensemble.engine.step) == before
     ensemble.set_value("lr", 0.25)  # the way out
+    assert (exact(toy.parameters()), ensemble.steps_done) == before
     ensemble.step(toy.step())
 
 
@@ -349,45 +348,34 @@ def test_a_value_that_cannot_be_set_is_refused(name: str, value: float, why: str
     ensemble.step(toy.step())
 
 
-def test_decisions_are_of_what_was_scheduled() -> None:
-    """Controllers are shown the schedule without the correction, and the value with it."""
+def test_a_controller_is_shown_the_schedule_and_the_values_that_the_groups_hold() -> None:
+    """The schedule without the correction; of a product too, whose decay follows the rate's."""
     seen = []
 
     class Looks(Scripted):
-        def learn(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
-            seen.append((evidence.scheduled[0], evidence.values[0], evidence.peak[0]))
-            return super().learn(evidence)
-
-    toy = Toy(sgd)
-    scheduler = torchs.StepLR(toy.optimizer, 1, 0.5)
-    ensemble = hdet.Ensemble(toy.optimizer, None, sync=hdet.Sync(STEPS), controller=Looks([2.0]))
-    for _ in range(4):
-        epoch(toy, ensemble)
-        with ensemble.rescheduling():
-            scheduler.step()
-    assert seen == [(0.5, 0.5, 0.5), (0.25, 0.5, 0.5), (0.125, 0.25, 0.5), (0.0625, 0.125, 0.5)]
-
-
-def test_a_controller_is_shown_the_values_that_the_groups_hold() -> None:
-    """Of a product too, whose decay follows the rate's correction."""
-    seen = []
-
-    class Looks(Scripted):
-        judges_held_out = True
+        def may_move(self, knob: Any) -> bool:
+            return True
 
         def learn(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
-            seen.append([evidence.values[:], [group["lr"], group["weight_decay"]]])
+            held = [group["lr"], group["weight_decay"]]
+            seen.append((evidence.scheduled[0], evidence.peak[0], evidence.values[:], held))
             return super().learn(evidence)
 
     toy = Toy(adamw)
-    group = toy.optimizer.param_groups[0]
+    group, scheduler = toy.optimizer.param_groups[0], torchs.StepLR(toy.optimizer, 1, 0.5)
     knobs: Any = [hdet.LearningRate(0.0), hdet.WeightDecay(0.0, product=True)]
-    controller = Looks([[0.5, 1.0]] * 3)
+    controller = Looks([[2.0, 1.0], [0.5, 1.0], [0.5, 1.0]])
     ensemble = hdet.Ensemble(toy.optimizer, knobs=knobs, controller=controller, sync=hdet.Sync(1))
     for _ in range(4):
         ensemble.step(toy.step())
-    assert [pytest.approx(own) for own, _ in seen] == [now for _, now in seen]
-    assert seen[-1][0] == pytest.approx([0.5 / 8, 0.1 * 8])
+        with ensemble.rescheduling():
+            scheduler.step()
+    assert [scheduled for scheduled, *_ in seen] == [0.5, 0.25, 0.125, 0.0625]
+    assert {peak for _, peak, *_ in seen} == {0.5}
+    assert [values for *_, values, _ in seen] == [pytest.approx(held) for *_, held in seen]
+    assert [held for *_, held in seen] == [
+        pytest.approx(of) for of in ([0.5, 0.1], [0.5, 0.05], [0.125, 0.1], [0.03125, 0.2])
+    ]
 
 
 def test_a_state_comes_back_from_json() -> None:
@@ -397,7 +385,7 @@ def test_a_state_comes_back_from_json() -> None:
         toy = Toy(adamw)
         knobs = [hdet.LearningRate(), hdet.WeightDecay(), hdet.Betas()]
         scheduler, controller = torchs.MultiStepLR(toy.optimizer, [2, 5]), Scripted([0.5])
-        controller.judges_held_out = True
+        controller.may_move = lambda knob: True  # type: ignore[method-assign]
         settings = {"knobs": knobs, "controller": controller, "sync": hdet.Sync(2, moments="reset")}
         return toy, hdet.Ensemble(toy.optimizer, scheduler, **settings)  # type: ignore[arg-type]
 

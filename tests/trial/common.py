@@ -40,13 +40,12 @@ def auto_run(
 ) -> Run:
     """``of``: settings of the AutoLR; ``controlled`` False: without one."""
 
-    def make(model: nn.Module) -> hdet.Controller:
-        auto = hdet.AutoLR(model, **(of or {}))
-        return hdet.Shadow(auto) if shadow else auto
+    def make(model: nn.Module) -> hdet.AutoLR:
+        return hdet.AutoLR(model, report_only=shadow, **(of or {}))
 
     usual = {"total": 1500, "every": 100, "spread": 0.0, "data": taught, "closure": True}
-    net, controller = net or model(), make if controlled else None
-    return Run(rank, net=net, lr=lr, controller=controller, **{**usual, **settings})
+    net, search = net or model(), make if controlled else None
+    return Run(rank, net=net, lr=lr, search=search, **{**usual, **settings})
 
 
 def noisy() -> nn.Module:
@@ -59,7 +58,7 @@ def noisy() -> nn.Module:
 
 def searched(run: Run) -> Run:
     """To the end of the search."""
-    while not run.controller.done:
+    while not run.search.done:
         run.step()
     return run
 

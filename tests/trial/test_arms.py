@@ -66,10 +66,10 @@ def test_an_arm_is_what_a_loop_by_hand_makes_of_it(name: str, clip: float) -> No
     net, make = model(), OPTIMIZERS[name]
     clipped = lambda: torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
     run = between(auto_run(RATE, net=net, optimizer=make, of={"before_step": clipped}), clipped)
-    trial = run.steps(ALL).controller.interval.trial
+    trial = run.steps(ALL).search.interval.trial
     assert trial.arms == tuple(by_hand(multiple, make, clip=clip) for multiple in MULTIPLES)
     assert trial.first_losses == tuple(mean_loss(model(), 100 * i) for i in range(STEPS, ALL))
-    assert run.controller.cost == pytest.approx(5 * STEPS + 6 / 3 * SCORES)
+    assert run.search.cost == pytest.approx(5 * STEPS + 6 / 3 * SCORES)
 
 
 @pytest.mark.parametrize(("by", "factor"), [(32.0, r"0\.03\d\d?"), (0.05, r"(19|20|21)(\.\d)?")])
@@ -77,7 +77,7 @@ def test_a_loop_that_does_something_else_than_arms_is_told(by: float, factor: st
     """As if it took the sum of 32 losses, or clipped gradients."""
     run = auto_run(RATE, optimizer=sgd)
     between(run, lambda: [p.grad.mul_(by) for p in run.net.parameters()]).steps(1)
-    assert run.controller.done and run.ensemble.corrections == {"lr": 1.0}
+    assert run.search.done and run.ensemble.corrections == {"lr": 1.0}
     says = f"stays .the trial was given up: .* a copy's first step was {factor} times as long"
     assert re.search(says, run.ensemble.report())
 
@@ -95,7 +95,7 @@ def test_groups_whose_steps_are_not_alike_are_not_compared(groups: Any) -> None:
         scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, rates),
         knobs=[hdet.LearningRate(0.0, groups)],
     ).steps(2)
-    assert not run.controller.done
+    assert not run.search.done
 
 
 def test_losses_that_need_derivatives_of_the_model_are_scored_too() -> None:
@@ -111,7 +111,7 @@ def test_losses_that_need_derivatives_of_the_model_are_scored_too() -> None:
         run.losses = lambda data, run=run: residuals(run.net, data)
         run.steps(ALL - 1)
     assert torch.equal(*(run.weights() for run in runs))
-    assert runs[0].steps(1).controller.interval.trial.arms[0].loss > 0
+    assert runs[0].steps(1).search.interval.trial.arms[0].loss > 0
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_loop_that_trains_nothing_is_told() -> None:
         run.optimizer.zero_grad()
         run.optimizer.step()
         run.ensemble.step(1.0, lambda index=index: run.losses(taught(index)))
-    assert run.controller.done and "Does zero_grad() come before" in run.ensemble.report()
+    assert run.search.done and "Does zero_grad() come before" in run.ensemble.report()
 
 
 def test_a_batch_that_raised_and_was_skipped_is_not_counted() -> None:
@@ -178,7 +178,7 @@ def test_a_batch_that_raised_and_was_skipped_is_not_counted() -> None:
             run.index += 1
         else:
             run.step()
-    found, usual = run.controller.interval, plain.steps(ALL).controller.interval
+    found, usual = run.search.interval, plain.steps(ALL).search.interval
     assert found.suggestion == pytest.approx(usual.suggestion, rel=0.2)
 
 
@@ -199,7 +199,7 @@ def hooked(net: Any) -> torch.optim.Optimizer:
 def test_runs_of_which_no_copies_can_be_trained_are_refused(optimizer: Any, message: str) -> None:
     net = model()
     with pytest.raises(ValueError, match=message):
-        hdet.Ensemble(optimizer(net), total_steps=2000, controller=hdet.AutoLR(net))
+        hdet.Ensemble(optimizer(net), total_steps=2000, search=hdet.AutoLR(net))
 
 
 def arms_of_ranks(rank: int, world: int, reduce: str) -> Any:
@@ -207,7 +207,7 @@ def arms_of_ranks(rank: int, world: int, reduce: str) -> Any:
     reduced = lambda p: torch.distributed.all_reduce(p.grad.div_(world))
     if reduce == "by hand":
         between(run, lambda: [reduced(p) for p in run.net.parameters()])
-    return run.steps(ALL).controller.interval
+    return run.steps(ALL).search.interval
 
 
 @pytest.mark.parametrize("reduce", ["ddp", "by hand"])
@@ -232,7 +232,7 @@ def spread_arms(rank: int, world: int, lr: float, ddp: bool, moves: bool) -> Any
         auto = hdet.AutoLR(wrapped, spread_arms=True if ddp else None) if controlled else None
         torch.manual_seed(rank)
         losses_at = lambda step, wrapped=wrapped: losses_of(wrapped, taught(100 * step + rank))
-        *_, ensemble = training(net, losses_at, ALL + 2, lr, controller=auto, **settings)
+        *_, ensemble = training(net, losses_at, ALL + 2, lr, search=auto, **settings)
         found.append((net.state_dict(), torch.get_rng_state()))
     assert auto is not None
     return (auto.interval, auto.cost, ensemble.corrections["lr"]), moves or same(*found)
@@ -266,7 +266,7 @@ def one_breaks(rank: int, world: int) -> Any:
     losses = run.losses
     is_score = lambda: run.index > STEPS and not torch.is_grad_enabled()
     run.closure = lambda data: losses(data) * (float("nan") if rank and is_score() else 1.0)
-    return run.steps(ALL).controller.interval
+    return run.steps(ALL).search.interval
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_is_so_on_all() -> None:

@@ -43,10 +43,10 @@ def test_a_rate_that_is_far_off_moves_into_the_interval_and_a_good_one_stays(
 ) -> None:
     """A lowered run begins with its first weights and moments, any other goes on."""
     run, plain = searched(auto_run(lr, **settings)), auto_run(lr, controlled=False, **settings)
-    factor, found = run.ensemble.corrections["lr"], run.controller.interval
+    factor, found = run.ensemble.corrections["lr"], run.search.interval
     assert (factor > 100) if lr < 1e-4 else (factor < 0.05) if lr > 1 else factor == 1.0
     assert found.low <= lr * factor * (1 + 1e-9) and lr * factor <= found.high * (1 + 1e-9)
-    assert (run.controller.cost > 0) == (settings == {})
+    assert (run.search.cost > 0) == (settings == {})
     plain.steps(0 if factor < 1 else run.index)
     assert torch.equal(run.weights(), plain.weights())
     assert same(run.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"])
@@ -74,12 +74,12 @@ def test_where_a_run_begins_again_averages_of_its_weights_do(closure: bool) -> N
 
     def begin_again() -> None:
         seen.append(same([*net.parameters()], [*Taught().parameters()]))
-        seen.append(run.controller.note.endswith("; the run begins again with its first weights"))
+        seen.append(run.search.note.endswith("; the run begins again with its first weights"))
 
     of = {"on_restart": begin_again}
     optimizer = lambda parameters, **of: torch.optim.SGD([*net.net.parameters()], lr=30.0)
     run = auto_run(30.0, net=net, optimizer=optimizer, of=of, closure=closure, every=1000)
-    while not run.controller.done:
+    while not run.search.done:
         net.follow()
         run.step()
     assert seen and all(seen)
@@ -100,7 +100,7 @@ def test_alone_a_run_may_have_parameters_that_have_no_average(kind: str) -> None
     rollback = hdet.Divergence(rollback="device")
     auto = hdet.AutoLR(net)
     [*_] = training(
-        net, losses_at, ALL, optimizer=optimizer, controller=auto, divergence=rollback,
+        net, losses_at, ALL, optimizer=optimizer, search=auto, divergence=rollback,
         sync=hdet.Sync(20),
     )  # fmt: skip
     assert auto.interval.moves and auto.interval.suggestion > 1e-4
@@ -109,18 +109,18 @@ def test_alone_a_run_may_have_parameters_that_have_no_average(kind: str) -> None
 def test_where_all_arms_break_far_lower_rates_are_tried_from_the_first_weights() -> None:
     """At once, however long a cycle is."""
     run = searched(auto_run(1e5, optimizer=sgd, scheduler=None, every=1000))
-    trial, data = run.controller.interval.trial, taught(100 * (run.index - SCORES))
+    trial, data = run.search.interval.trial, taught(100 * (run.index - SCORES))
     assert trial.rate == pytest.approx(1e5 * BROKEN**3) and run.index - ALL >= 3 * 7
     with torch.no_grad():  # weights that stand still were the first ones
         assert trial.first_losses[0] == float(losses_of(model(), data).double().mean())
     assert 1e-3 < run.rate < 1 and "1e+05 -> 0." in run.ensemble.report()
-    assert run.controller.interval.rate == 1e5
+    assert run.search.interval.rate == 1e5
 
 
 @pytest.mark.parametrize("closure", [True, False])
 def test_where_no_rate_helps_it_is_back_where_it_was(closure: bool) -> None:
     run = auto_run(1e-3, data=not_numbers, closure=closure, every=1000).steps(4 * ALL)
-    assert run.controller.done and run.ensemble.corrections["lr"] == pytest.approx(1.0)
+    assert run.search.done and run.ensemble.corrections["lr"] == pytest.approx(1.0)
     assert "0.001 stays (far lower rates break too: it is not the rate)" in run.ensemble.report()
 
 
@@ -147,9 +147,9 @@ def test_a_trial_is_made_where_it_is_within_the_budget(
 ) -> None:
     run = auto_run(scheduler=None, total_steps=total, of={"budget": budget})
     assert run.ensemble.report().startswith(plan)
-    assert run.controller.is_too_short == (FEW in plan)
+    assert run.search.is_too_short == (FEW in plan)
     if plan.startswith(TRIED) or FEW in plan:
-        trial = run.steps(ALL).controller.interval.trial
+        trial = run.steps(ALL).search.interval.trial
         assert bool(trial.first_losses) == plan.startswith(TRIED)
     if FEW in plan:  # said again beside what was found without a trial
         assert plan.replace(LOOKS, ". ") in run.ensemble.report().splitlines()[-1]
@@ -198,10 +198,10 @@ def test_rates_of_several_groups_move_together(
 def test_a_warm_up_may_begin_at_rate_0(closure: bool) -> None:
     warmed = lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: min(1.0, step / 50))
     run = auto_run(1e-6, scheduler=warmed, closure=closure).steps(ALL)
-    found = run.controller.interval
+    found = run.search.interval
     assert found.rate == 1e-6 and run.ensemble.corrections["lr"] > 100
     if closure:  # a trial is of peaks: the schedule has no part in it
-        usual = auto_run(1e-6, scheduler=None).steps(ALL).controller.interval
+        usual = auto_run(1e-6, scheduler=None).steps(ALL).search.interval
         assert found.trial.arms[1].losses == pytest.approx(usual.trial.arms[1].losses, rel=1e-3)
 
 
@@ -209,7 +209,7 @@ def test_a_rate_of_0_is_waited_for() -> None:
     run = auto_run(0.0, scheduler=None).steps(5)
     with run.ensemble.rescheduling():
         run.optimizer.param_groups[0].update(lr=1e-6, initial_lr=1e-6)
-    assert run.steps(ALL).controller.done and run.rate > 1e-4
+    assert run.steps(ALL).search.done and run.rate > 1e-4
 
 
 @pytest.mark.parametrize(("lr", "end"), [(1e-6, 2e-6), (0.3, 0.2)])
@@ -222,33 +222,33 @@ def test_bounds_of_the_knob_hold(lr: float, end: float) -> None:
 def test_a_wrong_length_and_another_run_are_refused() -> None:
     net, run = model(), auto_run()
     with pytest.raises(ValueError, match="total_steps must be a whole number of steps >= 1"):
-        hdet.Ensemble(sgd(net.parameters(), 0.1), total_steps="1000", controller=hdet.AutoLR(net))
+        hdet.Ensemble(sgd(net.parameters(), 0.1), total_steps="1000", search=hdet.AutoLR(net))
     with pytest.raises(ValueError, match="belongs to another run: make a new one for each"):
-        Run(net=net, controller=run.controller, total=1500)
+        Run(net=net, search=run.search, total=1500)
 
 
 def test_the_report_says_what_was_measured() -> None:
     run = auto_run(1e-3)
     to, good, losses, best, cost = run.steps(ALL).ensemble.report().splitlines()[:5]
-    found: RateInterval = run.controller.interval
+    found: RateInterval = run.search.interval
     assert to == f"learning rate: 0.001 -> {found.suggestion:.2g} (learned less than higher rates)"
     assert good == f"good rates for 1500 steps: {found.low:.2g} to {found.high:.2g}"
     assert losses.startswith("losses after 28 steps: ") and losses.count(" at ") == 5
     assert best == f"best guess without a rate of your own: {found.best:.2g}"
-    weights = sum(p.nbytes for p in run.controller.model.parameters())
+    weights = sum(p.nbytes for p in run.search.model.parameters())
     moments = sum(x.nbytes for of in run.optimizer.state.values() for x in of.values())
     in_mb = f"{(7 * weights + 6 * moments) / 1e6:.1f}"  # the first weights have no moments
     assert re.fullmatch(
         rf"cost: 196 steps \(13\.1 % of the run\), \d+\.\d s, {in_mb} MB of copies", cost
     )
-    assert run.controller.num_bytes == 7 * weights + 6 * moments and run.controller.seconds > 0
+    assert run.search.num_bytes == 7 * weights + 6 * moments and run.search.seconds > 0
 
 
 def test_the_cycles_record_has_the_trial_once() -> None:
     run = auto_run(1e-3, every=30).steps(120)
     assert [record["trial"] is None for record in run.records] == [True, False, True, True]
     record = json.loads(json.dumps(run.records[1]["trial"]))
-    assert RateInterval.from_dict(record) == run.controller.interval
+    assert RateInterval.from_dict(record) == run.search.interval
     [note] = run.notes()
     assert note.startswith("learning rate 0.001 -> 0.0")
 
@@ -260,8 +260,8 @@ def test_a_run_that_is_resumed_in_the_middle_of_a_trial_begins_it_again() -> Non
     with pytest.warns(UserWarning, match="saved during the search, which begins again") as told:
         again.loaded(saved.saved())
     assert len(told) == 1
-    assert again.steps(ALL - 1).controller.interval is None
-    assert again.steps(1).controller.done and again.ensemble.corrections["lr"] > 2
+    assert again.steps(ALL - 1).search.interval is None
+    assert again.steps(1).search.done and again.ensemble.corrections["lr"] > 2
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_a_run_that_is_resumed_after_its_trial_is_the_one_that_went_on(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = auto_run(lr, every=1000, **settings).loaded(run.saved())
-    assert again.controller.interval == run.controller.interval
+    assert again.search.interval == run.search.interval
     before = re.sub(r", [\d.]+ s, .* of copies", "", run.ensemble.report())
     assert again.ensemble.report() == before.partition("\nthe median")[0]
     assert same(again.steps(5).weights().nan_to_num(), run.steps(5).weights().nan_to_num())
@@ -282,8 +282,8 @@ def test_a_run_that_is_resumed_after_its_trial_is_the_one_that_went_on(
 
 
 def test_a_damaged_state_is_refused_and_nothing_changed() -> None:
-    run, whole = auto_run(0.03).steps(3), searched(auto_run(1e-3)).controller.state_dict()
-    before = run.controller.state_dict()
+    run, whole = auto_run(0.03).steps(3), searched(auto_run(1e-3)).search.state_dict()
+    before = run.search.state_dict()
     for path, value in {
         ("done",): 1,
         ("cost",): -1.0,
@@ -300,9 +300,9 @@ def test_a_damaged_state_is_refused_and_nothing_changed() -> None:
         state = json.loads(json.dumps(whole))
         functools.reduce(lambda held, key: held[key], path[:-1], state)[path[-1]] = value
         with pytest.raises(ValueError, match="AutoLR's"):
-            run.controller.load_state_dict(state)
-        assert run.controller.state_dict() == before and not run.controller.done
-    assert run.steps(ALL - 3).controller.done, "the search goes on"
+            run.search.load_state_dict(state)
+        assert run.search.state_dict() == before and not run.search.done
+    assert run.steps(ALL - 3).search.done, "the search goes on"
 
 
 HELD_OUT = [taught(10**6 + number) for number in range(4)]
@@ -337,7 +337,7 @@ def test_the_weights_with_the_lowest_held_out_loss_come_back() -> None:
     at = 20 * (losses.index(best) + 1)
     assert f"best held-out loss: {best:.4g} at step {at} of 1200" in report
     assert losses[-1] > 1.1 * best
-    assert run.controller.restore_best_weights() == best == held_out_loss(run)
+    assert run.search.restore_best_weights() == best == held_out_loss(run)
 
 
 def test_best_weights_are_not_in_a_state_and_the_load_says_so() -> None:
@@ -349,9 +349,9 @@ def test_best_weights_are_not_in_a_state_and_the_load_says_so() -> None:
 
 def test_best_weights_that_are_not_there_are_refused() -> None:
     with pytest.raises(ValueError, match="pass AutoLR"):
-        auto_run().controller.restore_best_weights()
+        auto_run().search.restore_best_weights()
     with pytest.raises(ValueError, match="every 20 steps"):
-        overfits().controller.restore_best_weights()
+        overfits().search.restore_best_weights()
     with pytest.raises(ValueError, match="pass total_steps"):
         auto_run(scheduler=None, total_steps=None, of={"val_batches": (loss_of, [batch(0)])})
 
@@ -373,7 +373,7 @@ def tuned(lr: float, closure: bool, optimizer: Any = torch.optim.AdamW, to: Any 
         layer.requires_grad_(False)
     run = auto_run(lr, net=net, optimizer=optimizer, scheduler=None, closure=closure)
     run.losses = lambda data: (to or (lambda x, _: x))(losses_of(net, data), run.index)
-    return run.steps(ALL).controller.interval
+    return run.steps(ALL).search.interval
 
 
 @pytest.mark.parametrize("closure", [True, False])

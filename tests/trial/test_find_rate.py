@@ -33,7 +33,7 @@ def found(lr: float, optimizer: Any = torch.optim.AdamW, **settings: Any) -> Rat
 @pytest.mark.parametrize(("lr", "name"), [(0.03, "AdamW"), *((1e-4, name) for name in OPTIMIZERS)])
 def test_it_finds_what_a_run_on_the_same_batches_finds(lr: float, name: str) -> None:
     run = auto_run(lr, optimizer=OPTIMIZERS[name], scheduler=None).steps(ALL)
-    assert found(lr, OPTIMIZERS[name]) == run.controller.interval
+    assert found(lr, OPTIMIZERS[name]) == run.search.interval
 
 
 @pytest.mark.parametrize("make", [sgd, hdet.FusedAdamW, hdet.FusedScheduleFreeAdamW])

@@ -28,11 +28,11 @@ def trained(
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
     with torch.no_grad():  # an evaluation before, which leaves the parameters of FSDP gathered
         loss_of(net, batch(0, shards[0]))
-    auto = hdet.AutoLR(net)
-    controller = hdet.Shadow(auto) if searches else None
+    auto = hdet.AutoLR(net, report_only=True)
     losses_at = lambda step: torch.stack([loss_of(net, batch(step, shard)) for shard in shards])
-    settings = {"knobs": [hdet.LearningRate(0.0)], "replicas": replicas, "controller": controller}
-    loop = training(net, losses_at, ALL + 3, optimizer=optimizer, **settings)
+    settings = {"knobs": [hdet.LearningRate(0.0)], "replicas": replicas}
+    search = auto if searches else None
+    loop = training(net, losses_at, ALL + 3, optimizer=optimizer, search=search, **settings)
     shards_of = lambda: [getattr(p, "to_local", p.detach)() for p in net.parameters()]
     return [torch.cat([own.flatten().clone() for own in shards_of()]) for _ in loop], auto.interval
 

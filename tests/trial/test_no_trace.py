@@ -214,7 +214,7 @@ def test_the_run_is_the_one_without_a_trial_to_the_bit(name: str, shadow: bool) 
             run.closure = functools.partial(backward_inside, run.losses)
         random.seed(5), numpy.random.seed(5), torch.manual_seed(5)
         found.append(state(run.steps(ALL + 4 if shadow else ALL - 1)))
-        assert not (controlled and shadow) or run.controller.search.interval.trial.first_losses
+        assert not (controlled and shadow) or run.search.interval.trial.first_losses
     assert same(*found) and found[0][0]
 
 
@@ -230,7 +230,7 @@ def test_weights_that_autocast_has_cast_before_are_not_those_of_an_arm() -> None
         with torch.autocast("cpu", torch.bfloat16):
             inside = under(data if run.steps(1) else None)
         assert torch.equal(inside, under(data))
-    losses = [arm.losses for arm in run.controller.interval.trial.arms]
+    losses = [arm.losses for arm in run.search.interval.trial.arms]
     assert len(set(losses)) == len(losses)
 
 
@@ -358,7 +358,7 @@ def test_an_error_at_a_high_rate_is_an_arm_that_breaks_and_any_other_is_the_loop
 ) -> None:
     run = with_closure(lambda run: 1 / 0, at=at, call=call, lr=1e-4).steps(at)
     if stops:
-        arms = run.steps(ALL - at).controller.interval.trial.arms
+        arms = run.steps(ALL - at).search.interval.trial.arms
         assert [not arm.losses for arm in arms] == [number == call for number in range(5)]
         broken = "times the rate counts as broken: the closure raised ZeroDivisionError: div"
         assert run.ensemble.report().count(broken) == 1
@@ -425,10 +425,10 @@ def under_ddp(rank: int, world: int, view: bool, branches: bool) -> Any:
             net.branch = step % 2
             return losses_of(ddp, taught(100 * step + rank))
 
-        controller = hdet.Shadow(hdet.AutoLR(ddp)) if controlled else None
+        search = hdet.AutoLR(ddp, report_only=True) if controlled else None
         torch.manual_seed(7 + rank)
-        [*_] = training(net, losses_at, ALL + 4, controller=controller, plain=not controlled)
-        assert controller is None or controller.search.interval.trial.first_losses
+        [*_] = training(net, losses_at, ALL + 4, search=search, plain=not controlled)
+        assert search is None or search.interval.trial.first_losses
         gradients = [p.grad for p in net.parameters()]
         hooked = rounding.calls, rounding.error
         found.append([net.state_dict(), gradients, *hooked, torch.get_rng_state()])
@@ -462,5 +462,5 @@ def test_a_scaler_and_what_it_scales_are_left_as_they_were() -> None:
             scaler.update()
             run.ensemble.step(1.0, closure=losses)
         found.append([state(run), scaler.state_dict()])
-        assert not controlled or run.controller.search.interval.trial.arms[1].losses
+        assert not controlled or run.search.interval.trial.arms[1].losses
     assert same(*found) and found[0][1]["scale"] < 2.0**30

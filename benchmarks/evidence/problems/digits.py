@@ -3,7 +3,6 @@ batch; a small convolutional classifier."""
 
 from __future__ import annotations
 
-import hashlib
 from functools import cache
 from typing import Any
 
@@ -12,7 +11,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .problem import Batch, Problem, mean_loss
+from .problem import Batch, Problem, drawn, seeded
 
 STEPS, IMAGES = 600, 32
 NOISE = 0.3
@@ -37,10 +36,8 @@ class Classifier(nn.Module):
 def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training images and labels, held-out images and labels; split at random once and for all."""
     digits = load_digits()
-    images, labels = (
-        torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16,
-        torch.tensor(digits.target),
-    )
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     train, held_out = order[:1297], order[1297:]
     return images[train], labels[train], images[held_out], labels[held_out]
@@ -54,16 +51,6 @@ def disturbed(images: Tensor, generator: torch.Generator) -> Tensor:
     columns = (right[:, None] + torch.arange(8))[:, None, :]
     shifted = padded[torch.arange(len(images))[:, None, None], 0, rows, columns].unsqueeze(1)
     return shifted + NOISE * torch.randn(shifted.shape, generator=generator)
-
-
-def seeded(*key: object) -> torch.Generator:
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-
-
-def build(seed: int) -> Classifier:
-    torch.manual_seed(seed)
-    return Classifier()
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -87,21 +74,21 @@ def losses(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @cache
-def held_out() -> Batch:
+def held_out() -> list[Batch]:
     """The 500 other images, each disturbed four times: the task of training, on other
     handwriting."""
     _, _, images, labels = data()
-    return disturbed(images.repeat(4, 1, 1, 1), seeded("validation")), labels.repeat(4)
+    return [(disturbed(images.repeat(4, 1, 1, 1), seeded("validation")), labels.repeat(4))]
 
 
 DIGITS = Problem(
     name="cnn-digits",
     steps=STEPS,
     batch_size=IMAGES,
-    build=build,
+    build=drawn(Classifier),
     groups=groups,
     batch=batch,
     spare=lambda seed, step, number: batch(seed, STEPS + number),
     losses=losses,
-    validate=lambda model: mean_loss(model, losses, [held_out()]),
+    held_out=held_out,
 )

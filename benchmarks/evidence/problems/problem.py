@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 Batch = tuple[Tensor, ...]
 """Tensors with the examples along their first dimension."""
+Losses = Callable[[nn.Module, Batch], Tensor]
+"""(examples,) losses in nats."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,19 @@ class Problem:
     spare: Callable[[int, int, int], Batch]
     """(seed, step, number) -> ``batch_size`` more examples of the kind that there are at this step,
     which no step trains on."""
-    losses: Callable[[nn.Module, Batch], Tensor]
-    """(examples,) training losses in nats."""
-    validate: Callable[[nn.Module], float]
-    """Mean held-out loss in nats, in eval mode, always of the same data."""
+    losses: Losses
+    held_out: Callable[[], list[Batch]]
+    """Mini-batches that validate, always the same."""
+
+    @torch.no_grad()
+    def validate(self, model: nn.Module) -> float:
+        """Mean held-out loss in nats, in eval mode; what is random is so in the same way."""
+        model.eval()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            losses = [self.losses(model, batch) for batch in self.held_out()]
+        model.train()
+        return torch.cat(losses).mean().item()
 
 
 def drawn(kind: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
@@ -47,12 +59,6 @@ def drawn(kind: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
     return build
 
 
-@torch.no_grad()
-def mean_loss(
-    model: nn.Module, losses: Callable[[nn.Module, Batch], Tensor], batches: Sequence[Batch]
-) -> float:
-    """Over the examples of all batches, in eval mode."""
-    model.eval()
-    found = torch.cat([losses(model, batch) for batch in batches]).mean().item()
-    model.train()
-    return found
+def seeded(*key: object) -> torch.Generator:
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

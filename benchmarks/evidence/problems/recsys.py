@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from examples.bytes.model import Block, GPTConfig
 
-from .problem import Batch, Problem, mean_loss
+from .problem import Batch, Problem, drawn
 
 TASKS = ("click", "like", "share")
 Interactions = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -49,25 +49,18 @@ class InteractionLog:
         users, items, history: how many there are, and how many items of a session come before the
             one shown.
         factors: dimension of tastes and traits.
-        world: seed of all that; every stream of interactions is of the same world.
     """
 
     def __init__(
-        self,
-        users: int = 400,
-        items: int = 200,
-        history: int = 7,
-        factors: int = 4,
-        *,
-        world: int = 0,
+        self, users: int = 400, items: int = 200, history: int = 7, factors: int = 4
     ) -> None:
-        g = torch.Generator().manual_seed(world)
+        g = torch.Generator().manual_seed(0)
         self.users, self.items, self.history = users, items, history
         self._tastes, self._traits = _Turning(users, factors, g), _Turning(items, factors, g)
         self._activity = _zipf(torch.arange(users))
         self._popularity = _zipf(torch.randperm(items, generator=g))
         self._season, self._fashion = (
-            2 * math.pi * torch.rand(items, generator=g) for _ in range(2)
+            2 * math.pi * torch.stack([torch.rand(items, generator=g) for _ in range(2)])
         )
         own = torch.randn(len(TASKS), factors, factors, generator=g) / factors**0.5
         self._tasks = (torch.eye(factors) + RELATED * own) / (1 + RELATED**2) ** 0.5
@@ -81,25 +74,20 @@ class InteractionLog:
         digest = hashlib.sha256(f"{seed}/{stream}/{index}".encode()).digest()
         g = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         traits = self._traits.at(position)
-        shown = _cumulative(
-            self._popularity + SWING * torch.sin(2 * math.pi * position + self._season)
-        )
+        swing = SWING * torch.sin(2 * math.pi * position + self._season)
+        shown = _cumulative(self._popularity + swing)
         users = _draw(_cumulative(self._activity), (size,), g)
         items = _draw(shown, (size,), g)
         whim = torch.randn(size, traits.shape[1], generator=g)
         interest = (self._tastes.at(position)[users] + whim) / 2**0.5
         choices = _draw(shown, (size, self.history, CHOICES), g)
         # The largest of scores with Gumbel noise is a draw from their softmax.
-        scores = (
-            torch.einsum("bk,bhck->bhc", interest, traits[choices])
-            - torch.rand(choices.shape, generator=g).log().neg().log()
-        )
+        noise = torch.rand(choices.shape, generator=g).log().neg().log()
+        scores = torch.einsum("bk,bhck->bhc", interest, traits[choices]) - noise
         history = choices.gather(2, scores.argmax(2, keepdim=True)).squeeze(2)
         quality = torch.sin(0.5 * math.pi * position + self._fashion)[items]
-        affinity = (
-            torch.einsum("bk,tkl,bl->bt", interest, self._tasks, traits[items])
-            / traits.shape[1] ** 0.5
-        )
+        affinity = torch.einsum("bk,tkl,bl->bt", interest, self._tasks, traits[items])
+        affinity = affinity / traits.shape[1] ** 0.5
         logits = self._biases + STRENGTH * affinity + quality[:, None]
         engagement = (torch.rand(logits.shape, generator=g) < logits.sigmoid()).float()
         return users, items, history, engagement
@@ -114,9 +102,8 @@ class _Turning:
         self.angle = 0.5 * math.pi * torch.rand(count, 1, generator=g)
 
     def at(self, position: float) -> Tensor:
-        return self.first * torch.cos(self.angle * position) + self.second * torch.sin(
-            self.angle * position
-        )
+        angle = self.angle * position
+        return self.first * torch.cos(angle) + self.second * torch.sin(angle)
 
 
 def _zipf(places: Tensor) -> Tensor:
@@ -143,56 +130,41 @@ class Recommender(nn.Module):
 
     def __init__(self, users: int, items: int, history: int, width: int = 32) -> None:
         super().__init__()
-        self.user, self.item, self.place = (
-            nn.Embedding(users, width),
-            nn.Embedding(items, width),
-            nn.Embedding(history + 1, width),
-        )
+        self.user, self.item = nn.Embedding(users, width), nn.Embedding(items, width)
+        self.place = nn.Embedding(history + 1, width)
         self.block = Block(GPTConfig(width=width, heads=2))
         self.hidden, self.out = nn.Linear(3 * width, 2 * width), nn.Linear(2 * width, len(TASKS))
         for table in (self.user, self.item, self.place):
             nn.init.normal_(table.weight, std=0.1)
 
     def forward(self, users: Tensor, items: Tensor, history: Tensor) -> Tensor:
-        read = self.block(self.item(torch.cat([history, items[:, None]], 1)) + self.place.weight)[
-            :, -1
-        ]
-        x = torch.cat([self.user(users), self.item(items), read], 1)
+        shown = self.item(torch.cat([history, items[:, None]], 1)) + self.place.weight
+        x = torch.cat([self.user(users), self.item(items), self.block(shown)[:, -1]], 1)
         return self.out(F.gelu(self.hidden(x)))
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """The paper's four: tables, vectors (which do not decay), the transformer's matrices, all
         other matrices."""
 
-        def is_in(name: str, parameter: Tensor) -> str:
-            if parameter.dim() < 2:
-                return "no_decay"
-            module = name.split(".")[0]
-            return (
-                "transformer"
-                if module == "block"
-                else "non_embedding"
-                if module in ("hidden", "out")
-                else "embedding"
-            )
-
+        of = {"block": "transformer", "hidden": "non_embedding", "out": "non_embedding"}
+        named: dict[str, list[Tensor]] = {
+            name: [] for name in ("embedding", "no_decay", "non_embedding", "transformer")
+        }
+        for name, parameter in self.named_parameters():
+            matrix = of.get(name.split(".")[0], "embedding")
+            named["no_decay" if parameter.dim() < 2 else matrix].append(parameter)
         return [
             {
-                "name": group,
-                "params": [p for name, p in self.named_parameters() if is_in(name, p) == group],
-                "weight_decay": 0.0 if group == "no_decay" else weight_decay,
+                "name": name,
+                "params": parameters,
+                "weight_decay": weight_decay * (name != "no_decay"),
             }
-            for group in ("embedding", "no_decay", "non_embedding", "transformer")
+            for name, parameters in named.items()
         ]
 
 
 STEPS, INTERACTIONS = 800, 128
 LOG = InteractionLog()
-
-
-def build(seed: int) -> Recommender:
-    torch.manual_seed(seed)
-    return Recommender(LOG.users, LOG.items, LOG.history)
 
 
 def interactions(size: int, step: int, steps: int, seed: int) -> Interactions:
@@ -208,21 +180,21 @@ def losses(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @cache
-def held_out() -> Interactions:
+def held_out() -> list[Batch]:
     """16 384 interactions of the year's last day, of a stream that is never trained on."""
-    return LOG.sample(16384, 1.0, seed=0, stream="validation", index=0)
+    return [LOG.sample(16384, 1.0, seed=0, stream="validation", index=0)]
 
 
 RECSYS = Problem(
     name="recommender-clicks",
     steps=STEPS,
     batch_size=INTERACTIONS,
-    build=build,
+    build=drawn(lambda: Recommender(LOG.users, LOG.items, LOG.history)),
     groups=lambda model: model.parameter_groups(weight_decay=0.01),
     batch=lambda seed, step: interactions(INTERACTIONS, step, STEPS, seed),
     spare=lambda seed, step, number: LOG.sample(
         INTERACTIONS, min(step / STEPS, 1.0), seed=seed, stream="probe", index=number
     ),
     losses=losses,
-    validate=lambda model: mean_loss(model, losses, [held_out()]),
+    held_out=lambda: held_out(),
 )

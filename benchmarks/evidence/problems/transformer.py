@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from examples.bytes.data import Corpus, load_corpus, sample_batch
 from examples.bytes.model import GPT, GPTConfig
 
-from .problem import Batch, Problem, mean_loss
+from .problem import Batch, Problem, drawn
 
 SHAPE = GPTConfig()
 STEPS, WINDOWS = 1000, 8
@@ -23,15 +22,18 @@ def corpus() -> Corpus:
     return load_corpus()
 
 
-def build(seed: int) -> GPT:
-    torch.manual_seed(seed)
-    return GPT(SHAPE)
+def windows(text: Tensor, count: int, context: int, seed: int, stream: str, index: int) -> Batch:
+    return sample_batch(text, count, context, seed=seed, stream=stream, index=index)
+
+
+@cache
+def held_out(text: Tensor, context: int) -> list[Batch]:
+    """512 windows."""
+    return [windows(text, 64, context, 0, "validation", i) for i in range(8)]
 
 
 def batch(seed: int, step: int) -> Batch:
-    return sample_batch(
-        corpus().train, WINDOWS, SHAPE.context, seed=seed, stream="train", index=step
-    )
+    return windows(corpus().train, WINDOWS, SHAPE.context, seed, "train", step)
 
 
 def losses(model: nn.Module, batch: Batch) -> Tensor:
@@ -41,23 +43,14 @@ def losses(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(logits, y.flatten(), reduction="none").view(x.shape).mean(1)
 
 
-@cache
-def held_out() -> list[Batch]:
-    """512 windows of modules that are not trained on."""
-    return [
-        sample_batch(corpus().validation, 64, SHAPE.context, seed=0, stream="validation", index=i)
-        for i in range(8)
-    ]
-
-
 TRANSFORMER = Problem(
     name="gpt-python",
     steps=STEPS,
     batch_size=WINDOWS,
-    build=build,
+    build=drawn(lambda: GPT(SHAPE)),
     groups=lambda model: model.parameter_groups(weight_decay=0.1),
     batch=batch,
     spare=lambda seed, step, number: batch(seed, STEPS + number),
     losses=losses,
-    validate=lambda model: mean_loss(model, losses, held_out()),
+    held_out=lambda: held_out(corpus().validation, SHAPE.context),
 )

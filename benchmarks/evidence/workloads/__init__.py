@@ -1,77 +1,19 @@
 """Problems as people train them: model, data, optimizer, schedule, and a usual learning rate.
 
 A name says the model or the method, then the data. Fields are in modules of their own, where
-`kit.workload` makes a workload of each function that draws examples.
+a `kit.Field` makes a workload of each function that draws examples.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
-
-import hdet
 
 from . import finetuning, generative, graphs, language, sequences, tables, unseen, vision
 from .kit import ALL, Workload
 
-FIELDS = [
-    module.FIELD for module in (language, vision, sequences, tables, generative, graphs, finetuning)
-]
-OPTIMIZERS: dict[str, Callable[[Any, float], Optimizer]] = {
-    "adamw-0.999": lambda groups, rate: hdet.FusedAdamW(groups, lr=rate, betas=(0.9, 0.999)),
-    "adamw-0.95": lambda groups, rate: hdet.FusedAdamW(groups, lr=rate, betas=(0.9, 0.95)),
-    "sgd": lambda groups, rate: hdet.FusedSGD(groups, lr=rate, momentum=0.9),
-    "lion": lambda groups, rate: hdet.FusedLion(groups, lr=rate),
-    "muon": lambda groups, rate: torch.optim.Muon(groups, lr=rate),
-    "fused-muon": lambda groups, rate: hdet.FusedMuon(
-        groups, lr=rate, adamw_lr=rate, adjust_lr_fn="match_rms_adamw"
-    ),
-}
-WARMUP = 0.05
-"""Part of a run in which every schedule but one-cycle rises."""
-
-
-def _shape(name: str, part: float) -> float:
-    """The multiple of the peak at a part of the run in [0, 1)."""
-    after = (part - WARMUP) / (1 - WARMUP)
-    cosine = 0.5 * (1 + math.cos(math.pi * after))
-    shapes = {
-        "constant": 1.0,
-        "wsd": min(1.0, (1 - part) / 0.2),
-        "linear": 1 - after,
-        "cosine": cosine,
-        "tenth": 0.1 + 0.9 * cosine,
-        "restarts": 0.5 * (1 + math.cos(math.pi * (3 * after % 1))),
-    }
-    return max(part / WARMUP if part < WARMUP else shapes[name], 0.0)
-
-
-def _schedule(name: str) -> Callable[[Optimizer, int], LRScheduler]:
-    return lambda optimizer, steps: LambdaLR(
-        optimizer, lambda step: _shape(name, (step + 1) / (steps + 1))
-    )
-
-
-SCHEDULES: dict[str, Callable[[Optimizer, int], LRScheduler]] = {
-    **{
-        name: _schedule(name)
-        for name in ("cosine", "wsd", "linear", "constant", "tenth", "restarts")
-    },
-    # Torch's defaults: the momentum, or beta1, falls while the rate rises.
-    "one-cycle": lambda optimizer, steps: OneCycleLR(
-        optimizer, [group["lr"] for group in optimizer.param_groups], total_steps=steps
-    ),
-    # As in transformers and Megatron: the first step has rate 0.
-    "zero": lambda optimizer, steps: LambdaLR(
-        optimizer, lambda step: _shape("cosine", step / steps)
-    ),
-}
+_FIELDS = (language, vision, sequences, tables, generative, graphs, finetuning)
+FIELDS = [module.FIELD.name for module in _FIELDS]
 
 
 def _named(names: str) -> dict[str, Workload]:
@@ -104,7 +46,7 @@ DEVELOPMENT = _named("""
 """)
 """Workloads on which rules and constants are found. The order is part of what is measured: a seed
 draws from it."""
-TEST = {name: one for name, one in ALL.items() if one.field == unseen.FIELD}
+TEST = {name: one for name, one in ALL.items() if one.field == unseen.FIELD.name}
 """Workloads that no rule has been fitted to.
 
 Made by somebody who did not know the rule of `AutoLR`.

@@ -10,14 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 
+from examples.bytes.model import GPT
+
 from ..problems import Batch
-from ..problems.transformer import TRANSFORMER
-from .kit import Draw, Transformer, add, labelled, workload
+from ..problems.transformer import SHAPE, TRANSFORMER
+from .kit import Draw, Field, Transformer, labelled, trained
 from .tables import FIRST_CLUSTERS, centers, cluster_mlp, clusters
-from .text import on_english
+from .text import bytes_of, english
 from .vision import FIRST_STROKES, stroke_cnn, strokes
 
-FIELD = "weights that are trained already"
+FIELD = Field("weights that are trained already")
 
 # -- from bytes of Python's sources to bytes of English: all weights, or low-rank adapters ---------
 
@@ -30,15 +32,10 @@ def pretrained() -> dict[str, Tensor]:
     """Weights after `PRETRAINING` steps on Python's sources, at the best rate of that problem."""
     model = TRANSFORMER.build(0)
     optimizer = torch.optim.AdamW(TRANSFORMER.groups(model), lr=1e-2, betas=(0.9, 0.95))
-    schedule = OneCycleLR(
-        optimizer, 1e-2, total_steps=PRETRAINING, pct_start=0.1, cycle_momentum=False
-    )
-    for step in range(PRETRAINING):
-        TRANSFORMER.losses(model, TRANSFORMER.batch(0, step)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    return model.state_dict()
+    schedule = OneCycleLR(optimizer, 1e-2, PRETRAINING, pct_start=0.1, cycle_momentum=False)
+    batches = (TRANSFORMER.batch(0, step) for step in range(PRETRAINING))
+    losses = (TRANSFORMER.losses(model, batch) for batch in batches)
+    return trained(model, optimizer, schedule, losses)
 
 
 class Adapted(nn.Module):
@@ -62,15 +59,16 @@ class Adapted(nn.Module):
         return F.linear(x, self.frozen) + 2 * F.linear(F.linear(x, self.down), self.up)
 
 
-def _model(seed: int) -> nn.Module:
-    model = TRANSFORMER.build(seed)
+def _model() -> GPT:
+    model = GPT(SHAPE)
     model.load_state_dict(pretrained())
     return model
 
 
-def _adapted(seed: int) -> nn.Module:
-    model = _model(seed)
-    torch.manual_seed(seed)
+def _adapted() -> nn.Module:
+    begin = torch.get_rng_state()
+    model = _model()
+    torch.set_rng_state(begin)  # adapters have the first numbers of a seed
     model.requires_grad_(False)
     for block in model.blocks:
         for name, module in list(block.named_children()):
@@ -80,35 +78,31 @@ def _adapted(seed: int) -> nn.Module:
 
 
 MOVED = "from Python's sources to English"
-add(
-    on_english("gpt-finetuned-bytes", _model, decay=0.0),
-    (MOVED, "adamw-0.999", "linear", 1e-4),
-    FIELD,
-)
-add(
-    on_english("gpt-lora-bytes", _adapted, decay=0.0),
-    (MOVED, "lion", "linear", 1e-4),
-    FIELD,
-)
+FIELD.add(
+    "gpt-finetuned-bytes", MOVED, "adamw-0.999", "linear", 1e-4,
+    _model, TRANSFORMER.losses, bytes_of(english), size=8, decay=0.0,
+)  # fmt: skip
+FIELD.add(
+    "gpt-lora-bytes", MOVED, "lion", "linear", 1e-4,
+    _adapted, TRANSFORMER.losses, bytes_of(english), size=8, decay=0.0,
+)  # fmt: skip
 
 
 # -- from clusters to the same ones, each moved a little; from sixteen strokes to sixteen others ---
 
 
-@workload(
-    "mlp-finetuned-clusters",
-    ("from clusters to moved ones", "lion", "linear", 1e-4),
-    cluster_mlp, labelled, FIELD, key=FIRST_CLUSTERS, pretrained_on=(clusters, FIRST_CLUSTERS),
+@FIELD.workload(
+    "mlp-finetuned-clusters", "from clusters to moved ones", "lion", "linear", 1e-4,
+    cluster_mlp, labelled, key=FIRST_CLUSTERS, pretrained_on=(clusters, FIRST_CLUSTERS),
 )  # fmt: skip
 def _moved_clusters(g: Draw, count: int) -> Batch:
     x, y = clusters(g, count)
     return x + 0.8 * centers("second")[y].mean(1), y
 
 
-workload(
-    "cnn-finetuned-strokes",
-    ("from strokes to other strokes", "adamw-0.999", "linear", 1e-4),
-    stroke_cnn, labelled, FIELD, key=("letters", "second"), pretrained_on=(strokes, FIRST_STROKES),
+FIELD.workload(
+    "cnn-finetuned-strokes", "from strokes to other strokes", "adamw-0.999", "linear", 1e-4,
+    stroke_cnn, labelled, key=("letters", "second"), pretrained_on=(strokes, FIRST_STROKES),
 )(strokes)  # fmt: skip
 
 
@@ -130,11 +124,11 @@ def _phrases(g: Draw, count: int) -> Batch:
     return tokens, _meanings()[tokens[:, 0], named]
 
 
-@workload(
+@FIELD.workload(
     "transformer-finetuned-phrases",
-    ("from phrases to permuted labels", "adamw-0.95", "linear", 1e-4),
+    "from phrases to permuted labels", "adamw-0.95", "linear", 1e-4,
     lambda: Transformer(VOCABULARY, PHRASE, MEANINGS, 48, 96, read=0),
-    labelled, FIELD, key=("retold", "second"), pretrained_on=(_phrases, FIRST_PHRASES),
+    labelled, key=("retold", "second"), pretrained_on=(_phrases, FIRST_PHRASES),
 )  # fmt: skip
 def _permuted_phrases(g: Draw, count: int) -> Batch:
     """A third of the labels is permuted."""

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..problems import Batch, digits
-from ..problems.problem import mean_loss
-from .kit import Draw, add, mlp, workload
+from .kit import Draw, Field, mlp
 from .vision import on_digits
 
-FIELD = "generative models"
+FIELD = Field("generative models")
 
 
 def _images(g: Draw) -> Tensor:
@@ -44,26 +43,18 @@ def _bound(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch[0])
 
 
-def _validated_bound(model: nn.Module) -> float:
-    """The mean over 8 draws of the noise for each picture, the same draws every time."""
-    pictures = digits.data()[2].flatten(1).repeat(8, 1)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return mean_loss(model, _bound, [(pictures,)])
+def _pictures() -> list[Batch]:
+    """Each eight times, for as many draws of the noise."""
+    return [(digits.data()[2].flatten(1).repeat(8, 1),)]
 
 
-add(
+FIELD.add(
+    "vae-digits", "digits", "adamw-0.95", "cosine", 1e-3, Autoencoder, _bound,
     on_digits(
-        "vae-digits",
-        Autoencoder,
-        0.0,
-        lambda seed, step: (_images(Draw("autoencoder", seed, step)).flatten(1),),
-        _bound,
-        _validated_bound,
+        lambda seed, step: (_images(Draw("autoencoder", seed, step)).flatten(1),), _pictures
     ),
-    ("digits", "adamw-0.95", "cosine", 1e-3),
-    FIELD,
-)
+    decay=0.0,
+)  # fmt: skip
 
 
 # -- a diffusion denoiser, handwritten digits ------------------------------------------------------
@@ -103,9 +94,8 @@ def _noised(seed: int, step: int) -> Batch:
     return _noisy(_images(g), g)
 
 
-@cache
-def _noised_held_out() -> Batch:
-    return _noisy(digits.data()[2].repeat(8, 1, 1, 1), Draw("diffusion", "validation"))
+def _noised_held_out() -> list[Batch]:
+    return [_noisy(digits.data()[2].repeat(8, 1, 1, 1), Draw("diffusion", "validation"))]
 
 
 def _noise_losses(model: nn.Module, batch: Batch) -> Tensor:
@@ -113,18 +103,10 @@ def _noise_losses(model: nn.Module, batch: Batch) -> Tensor:
     return (model(images, times) - noise).square().mean(1)
 
 
-add(
-    on_digits(
-        "diffusion-digits",
-        Denoiser,
-        0.0,
-        _noised,
-        _noise_losses,
-        lambda model: mean_loss(model, _noise_losses, [_noised_held_out()]),
-    ),
-    ("digits, a denoiser", "adamw-0.999", "wsd", 1e-3),
-    FIELD,
-)
+FIELD.add(
+    "diffusion-digits", "digits, a denoiser", "adamw-0.999", "wsd", 1e-3,
+    Denoiser, _noise_losses, on_digits(_noised, _noised_held_out), decay=0.0,
+)  # fmt: skip
 
 
 # -- a normalising flow (arXiv 1605.08803): the density of spirals in eight dimensions -------------
@@ -161,10 +143,9 @@ def _flow_losses(model: nn.Module, batch: Batch) -> Tensor:
     return -model(batch[0])
 
 
-@workload(
-    "flow-spirals",
-    ("a density in eight dimensions", "adamw-0.999", "one-cycle", 1e-3),
-    Flow, _flow_losses, FIELD, key="flow", size=64, decay=0.0,
+@FIELD.workload(
+    "flow-spirals", "a density in eight dimensions", "adamw-0.999", "one-cycle", 1e-3,
+    Flow, _flow_losses, key="flow", size=64, decay=0.0,
 )  # fmt: skip
 def _spirals(g: Draw, count: int) -> Batch:
     t = 3 * math.pi * g.rand(count, 1).sqrt()
@@ -205,10 +186,9 @@ def _reconstruction(model: nn.Module, batch: Batch) -> Tensor:
     return (again - x).square().mean(1) + apart
 
 
-@workload(
-    "vqvae-mixture",
-    ("the loss rises at first", "adamw-0.999", "cosine", 1e-3),
-    Quantizer, _reconstruction, FIELD, key="misleading", size=64,
+@FIELD.workload(
+    "vqvae-mixture", "the loss rises at first", "adamw-0.999", "cosine", 1e-3,
+    Quantizer, _reconstruction, key="misleading", size=64,
 )  # fmt: skip
 def _mixture(g: Draw, count: int) -> Batch:
     common = Draw("misleading", "mixture")
@@ -231,11 +211,9 @@ def _mixture_losses(model: nn.Module, batch: Batch) -> Tensor:
     )
 
 
-@workload(
-    "mixture-density-branches",
-    ("one of three functions", "adamw-0.95", "one-cycle", 1e-3),
-    lambda: mlp(3, 64, 64, 3 * COMPONENTS, of=nn.SiLU),
-    _mixture_losses, FIELD, key="forked", size=64,
+@FIELD.workload(
+    "mixture-density-branches", "one of three functions", "adamw-0.95", "one-cycle", 1e-3,
+    lambda: mlp(3, 64, 64, 3 * COMPONENTS, of=nn.SiLU), _mixture_losses, key="forked", size=64,
 )  # fmt: skip
 def _branches(g: Draw, count: int) -> Batch:
     x, branch = 4 * g.rand(count, 3) - 2, g.below(3, count)

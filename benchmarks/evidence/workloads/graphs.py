@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..problems import Batch
-from .kit import Draw, for_muon, labelled, mlp, squares, workload
+from .kit import Draw, Field, for_muon, labelled, mlp, squares
 
-FIELD = "graphs"
+FIELD = Field("graphs")
 
 # -- message passing: the number of triangles in a graph of fourteen nodes, in five classes --------
 
@@ -35,10 +35,9 @@ class Messages(nn.Module):
         return self.out(state.mean(1))
 
 
-@workload(
-    "gnn-triangles",
-    ("the number of triangles in a graph", "adamw-0.95", "wsd", 1e-3),
-    Messages, labelled, FIELD, key="graphs",
+@FIELD.workload(
+    "gnn-triangles", "the number of triangles in a graph", "adamw-0.95", "wsd", 1e-3,
+    Messages, labelled, key="graphs",
 )  # fmt: skip
 def _graphs(g: Draw, count: int) -> Batch:
     density = 0.2 + 0.35 * g.rand(count, 1, 1)
@@ -83,10 +82,9 @@ def _knowledge() -> Tensor:
     return (ends / ends[:, -1:] + torch.arange(len(ends))[:, None]).flatten()
 
 
-@workload(
-    "complex-knowledge-graph",
-    ("facts, seen 3 times", "adamw-0.999", "cosine", 1e-3),
-    _ComplEx, labelled, FIELD, key="linked", size=64, epochs=3,
+@FIELD.workload(
+    "complex-knowledge-graph", "facts, seen 3 times", "adamw-0.999", "cosine", 1e-3,
+    _ComplEx, labelled, key="linked", size=64, epochs=3,
 )  # fmt: skip
 def _facts(g: Draw, count: int) -> Batch:
     head, relation = g.zipf(THINGS, count), g.below(RELATIONS, count)
@@ -117,10 +115,9 @@ class _Potential(nn.Module):
         return self.atoms((seen * others).sum(2) / ATOMS).sum((1, 2))
 
 
-@workload(
-    "gnn-molecules",
-    ("the energy of 8 atoms, seen 9 times", "fused-muon", "linear", 1e-3),
-    _Potential, squares, FIELD, key="energies", epochs=9, decay=for_muon,
+@FIELD.workload(
+    "gnn-molecules", "the energy of 8 atoms, seen 9 times", "fused-muon", "linear", 1e-3,
+    _Potential, squares, key="energies", epochs=9, decay=for_muon,
 )  # fmt: skip
 def _molecules(g: Draw, count: int) -> Batch:
     common = Draw("energies", "elements")
@@ -151,10 +148,9 @@ class Sets(nn.Module):
         return self.all(self.norm(self.each(points).mean(1)))
 
 
-@workload(
-    "deep-sets-curves",
-    ("which curve points are from", "adamw-0.95", "linear", 1e-3),
-    Sets, labelled, FIELD, key="sets",
+@FIELD.workload(
+    "deep-sets-curves", "which curve points are from", "adamw-0.95", "linear", 1e-3,
+    Sets, labelled, key="sets",
 )  # fmt: skip
 def _sets(g: Draw, count: int) -> Batch:
     """Curves r(t) = 1 + 0.4 sin(k t), k = 1 ... 8, rotated and scaled at random, with noise."""
@@ -184,11 +180,9 @@ def _rotation_losses(model: nn.Module, batch: Batch) -> Tensor:
     return (_rotation(model(x)) - rotation).square().sum((1, 2))
 
 
-@workload(
-    "mlp-rotations",
-    ("the rotation of a body", "lion", "wsd", 1e-4),
-    lambda: mlp(4 * CORNERS, 128, 128, 6, of=nn.GELU),
-    _rotation_losses, FIELD, key="turned", size=64,
+@FIELD.workload(
+    "mlp-rotations", "the rotation of a body", "lion", "wsd", 1e-4,
+    lambda: mlp(4 * CORNERS, 128, 128, 6, of=nn.GELU), _rotation_losses, key="turned", size=64,
 )  # fmt: skip
 def _rotated(g: Draw, count: int) -> Batch:
     body = Draw("turned", "body").randn(CORNERS, 3)

@@ -1,26 +1,27 @@
-"""What workloads are made of: random numbers, parts of models, losses, and the decorator that
-makes a workload of a function that draws examples."""
+"""What workloads are made of: random numbers, parts of models, losses, and `Field`, which makes a
+workload of a model, its losses, and a function that draws examples."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 import hdet
 
-from ..problems.digits import seeded
-from ..problems.problem import Batch, Problem, drawn, mean_loss
+from ..problems.problem import Batch, Losses, Problem, drawn, seeded
+from ..training import OPTIMIZERS, SCHEDULES
 
 Key = tuple[object, ...]
-Losses = Callable[[nn.Module, Batch], Tensor]
 PRETRAINING = 1500
 """Steps that train the weights from which a workload begins."""
 WHOLE = 10_000
@@ -232,11 +233,21 @@ class Workload:
     rate: float
     """The peak that people would try first."""
     val_batches: Callable[[], list[Batch]] | None = None
-    """Held-out mini-batches, other than those of `Problem.validate`."""
+    """Held-out mini-batches, other than those that validate."""
 
     @property
     def name(self) -> str:
         return self.problem.name
+
+    def lasting(self, steps: int) -> Problem:
+        return replace(self.problem, steps=steps)
+
+    def optimizer_for(self, model: nn.Module, exponent: float = 0) -> Optimizer:
+        """At 2^exponent times the usual rate."""
+        return OPTIMIZERS[self.optimizer](self.problem.groups(model), self.rate * 2.0**exponent)
+
+    def scheduler_for(self, optimizer: Optimizer, steps: int) -> LRScheduler:
+        return SCHEDULES[self.schedule](optimizer, steps)
 
 
 ALL: dict[str, Workload] = {}
@@ -245,85 +256,116 @@ Drawing = Callable[..., Batch]
 """(random numbers, count, ...) -> that many examples"""
 
 
-def add(
-    problem: Problem,
-    how: tuple[str, str, str, float],
-    field: str,
-    val_batches: Callable[[], list[Batch]] | None = None,
-) -> None:
-    """``how``: what is learned, optimizer, schedule, usual rate."""
-    ALL[problem.name] = Workload(problem, field, *how, val_batches)
+class Examples(NamedTuple):
+    """What is trained on, and what is not; the functions are those of `Problem`."""
+
+    batch: Callable[[int, int], Batch]
+    spare: Callable[[int, int, int], Batch]
+    held_out: Callable[[], list[Batch]]
 
 
-def workload(
-    name: str,
-    how: tuple[str, str, str, float],
-    build: Callable[[], nn.Module],
-    losses: Losses,
-    field: str,
-    *,
-    key: str | Key = (),
-    size: int = 32,
-    decay: float | Groups = 0.01,
-    epochs: int = 0,
-    rows: int = 0,
-    part: int = 0,
-    varies: Callable[[int | None], Any] | None = None,
-    spare_validates: bool = False,
-    pretrained_on: tuple[Drawing, Key] | None = None,
-) -> Callable[[Drawing], Drawing]:
-    """Makes a workload of a function that draws examples, and returns the function.
+@dataclass(frozen=True)
+class Field:
+    """Workloads of one kind."""
 
-    Args:
-        how: what is learned, optimizer, schedule, usual rate.
-        build: makes a model; torch's global random numbers are seeded before it is called.
-        key: with what the keys of its random numbers begin; often an old name of the workload.
-            Another one would be other data.
-        size: examples of a batch.
-        decay: of matrices; or a function from the model to parameter groups.
-        epochs: how often `WHOLE` steps see a finite set; or rows: how large that is. Without
-            either every example is new.
-        part: validated is with one mini-batch of so many examples; 0: 32 of ``size``.
-        varies: a last argument of the function, by the step, and that of the validation by None.
-        spare_validates: `val_batches` are eight spare mini-batches.
-        pretrained_on: a function that draws what trains the weights from which every run begins,
-            and its key.
-    """
-    groups = decaying(decay) if isinstance(decay, (int, float)) else decay
-    prefix = (key,) if isinstance(key, str) else key
+    name: str
 
-    def decorate(function: Drawing) -> Drawing:
-        def draw(key: Key, count: int, step: int | None = None) -> Batch:
-            return function(Draw(*prefix, *key), count, *([varies(step)] if varies else []))
+    def known(self, problem: Problem, *how: Any, **more: Any) -> None:
+        """``how``: what is learned, optimizer, schedule, usual rate."""
+        ALL[problem.name] = Workload(problem, self.name, *how, **more)
 
-        def batch(seed: int, step: int) -> Batch:
-            return draw((seed, step), size, step)
+    def add(
+        self,
+        name: str,
+        what: str,
+        optimizer: str,
+        schedule: str,
+        rate: float,
+        build: Callable[[], nn.Module],
+        losses: Losses,
+        examples: Examples,
+        *,
+        size: int = 32,
+        decay: float | Groups = 0.01,
+        steps: int = 1500,
+        val_batches: Callable[[], list[Batch]] | None = None,
+    ) -> None:
+        """Makes a workload.
 
-        def spare(seed: int, step: int, number: int) -> Batch:
-            return draw((seed, "spare", number), size, step)
+        Args:
+            build: makes a model; torch's global random numbers are seeded before it is called.
+            size: examples of a batch.
+            decay: of matrices; or a function from the model to parameter groups.
+        """
+        groups = decaying(decay) if isinstance(decay, (int, float)) else decay
+        examples = examples._replace(held_out=cache(examples.held_out))
+        made = drawn(build)
+        problem = Problem(name, steps, size, made, groups, *examples[:2], losses, examples[2])
+        self.known(problem, what, optimizer, schedule, rate, val_batches=val_batches)
 
-        def validate(model: nn.Module) -> float:
-            keys: list[Key] = [("validation",)] if part else [("validation", n) for n in range(32)]
-            return mean_loss(model, losses, [draw(one, part or size) for one in keys])
+    def workload(
+        self,
+        name: str,
+        what: str,
+        optimizer: str,
+        schedule: str,
+        rate: float,
+        build: Callable[[], nn.Module],
+        losses: Losses,
+        *,
+        key: str | Key = (),
+        size: int = 32,
+        epochs: int = 0,
+        rows: int = 0,
+        part: int = 0,
+        varies: Callable[[int | None], Any] | None = None,
+        spare_validates: bool = False,
+        pretrained_on: tuple[Drawing, Key] | None = None,
+        **more: Any,
+    ) -> Callable[[Drawing], Drawing]:
+        """Makes a workload, as `add` does, of a function that draws examples, and returns it.
 
-        made = pretrained(build, *pretrained_on) if pretrained_on else drawn(build)
-        problem = Problem(name, 1500, size, made, groups, batch, spare, losses, validate)
-        if epochs or rows:
-            every = cache(lambda: draw(("rows",), rows or WHOLE * size // epochs))
-            order = prefix if rows else (*prefix, "order")
-            problem = replace(problem, batch=in_epochs(every, size, *order))
-        add(problem, how, field, (lambda: eight(spare)) if spare_validates else None)
-        return function
+        Args:
+            key: with what the keys of its random numbers begin; often an old name of the workload.
+                Another one would be other data.
+            epochs: how often `WHOLE` steps see a finite set; or rows: how large that is. Without
+                either every example is new.
+            part: validated is with one mini-batch of so many examples; 0: 32 of ``size``.
+            varies: a last argument of the function, by the step, and that of the validation by
+                None.
+            spare_validates: `val_batches` are eight spare mini-batches.
+            pretrained_on: a function that draws what trains the weights from which every run
+                begins, and its key.
+        """
+        prefix = (key,) if isinstance(key, str) else key
 
-    return decorate
+        def decorate(function: Drawing) -> Drawing:
+            def draw(key: Key, count: int, step: int | None = None) -> Batch:
+                return function(Draw(*prefix, *key), count, *([varies(step)] if varies else []))
 
+            def spare(seed: int, step: int, number: int) -> Batch:
+                return draw((seed, "spare", number), size, step)
 
-def eight(spare: Callable[[int, int, int], Batch]) -> list[Batch]:
-    return [spare(0, 0, number) for number in range(8)]
+            def held_out() -> list[Batch]:
+                keys: list[Key] = [("validation", n) for n in range(32)]
+                return [draw(one, part or size) for one in ([("validation",)] if part else keys)]
+
+            batch = lambda seed, step: draw((seed, step), size, step)
+            if epochs or rows:
+                every = cache(lambda: draw(("rows",), rows or WHOLE * size // epochs))
+                batch = in_epochs(every, size, *(prefix if rows else (*prefix, "order")))
+            if spare_validates:
+                more["val_batches"] = lambda: [spare(0, 0, number) for number in range(8)]
+            made = pretrained(build, *pretrained_on) if pretrained_on else build
+            how = what, optimizer, schedule, rate, made, losses
+            self.add(name, *how, Examples(batch, spare, held_out), size=size, **more)
+            return function
+
+        return decorate
 
 
 def rising(*values: float) -> Callable[[int | None], float]:
-    """What `workload` takes for data that becomes harder: a value for each of four stages."""
+    """What `Field.workload` takes for data that becomes harder: a value for each of four stages."""
     return lambda step: values[-1 if step is None else bisect_right(STAGES, step)]
 
 
@@ -342,10 +384,22 @@ def in_epochs(rows: Callable[[], Batch], size: int, *key: object) -> Callable[[i
     return batch
 
 
+def trained(
+    model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, losses: Iterable[Tensor]
+) -> dict[str, Tensor]:
+    """The model's weights after a step on each of the losses."""
+    for loss in losses:
+        loss.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return model.state_dict()
+
+
 def pretrained(
     build: Callable[[], nn.Module], draw: Drawing, prefix: Key
-) -> Callable[[int], nn.Module]:
-    """A function that builds models, the same for every seed, with trained weights.
+) -> Callable[[], nn.Module]:
+    """A function that builds models with trained weights, always the same.
 
     The weights are trained once, for `PRETRAINING` steps, when the first model is built.
     """
@@ -355,16 +409,11 @@ def pretrained(
         torch.manual_seed(0)
         model = build()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=PRETRAINING)
-        for step in range(PRETRAINING):
-            batch = draw(Draw(*prefix, "pretraining", step), 64)
-            labelled(model, batch).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-        return model.state_dict()
+        schedule = OneCycleLR(optimizer, 3e-3, total_steps=PRETRAINING)
+        batches = (draw(Draw(*prefix, "pretraining", n), 64) for n in range(PRETRAINING))
+        return trained(model, optimizer, schedule, (labelled(model, batch) for batch in batches))
 
-    def built(seed: int) -> nn.Module:
+    def built() -> nn.Module:
         model = build()
         model.load_state_dict(weights())
         return model

@@ -12,31 +12,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from examples.bytes.data import sample_batch
-
-from ..problems import PROBLEMS
-from ..problems.problem import Batch, Problem, drawn, mean_loss
-from ..problems.transformer import corpus
+from ..problems import PROBLEMS, Batch
+from ..problems.transformer import losses as window_losses
+from ..problems.transformer import windows
 from .kit import (
     Draw,
+    Examples,
+    Field,
     Transformer,
-    add,
-    decaying,
     each_place,
     encoder,
     for_muon,
     labelled,
     mlp,
-    workload,
 )
-from .text import CONTEXT, english, held_out, on_english
+from .text import CONTEXT, bytes_of, english, python
 
-FIELD, BYTES = "language", 256
-add(
-    PROBLEMS["gpt-python"],
-    ("the next byte of Python's sources", "adamw-0.95", "wsd", 1e-3),
-    FIELD,
-)
+FIELD, BYTES = Field("language"), 256
+WHAT = "the next byte of Python's sources"
+FIELD.known(PROBLEMS["gpt-python"], WHAT, "adamw-0.95", "wsd", 1e-3)
 
 
 # -- bytes of English: a llama, a mixture of experts, a GRU, dilated convolutions ------------------
@@ -157,31 +151,25 @@ class Dilated(nn.Module):
 
 
 NEXT = "the next byte of English"
-add(
-    on_english("llama-bytes", drawn(lambda: Llama(3, 96, 4))),
-    (NEXT, "adamw-0.999", "cosine", 1e-3),
-    FIELD,
-)
-add(
-    on_english("moe-bytes", drawn(lambda: Llama(2, 48, 4, experts=True)), decay=0.1),
-    (NEXT, "adamw-0.95", "cosine", 1e-3),
-    FIELD,
-)
-add(
-    on_english("gru-bytes", drawn(ByteGRU), context=32, decay=0.0),
-    (NEXT, "adamw-0.999", "cosine", 1e-3),
-    FIELD,
-)
-add(
-    on_english("tcn-bytes", drawn(Dilated), context=32),
-    (NEXT, "adamw-0.999", "one-cycle", 1e-3),
-    FIELD,
-)
+FIELD.add(
+    "llama-bytes", NEXT, "adamw-0.999", "cosine", 1e-3,
+    lambda: Llama(3, 96, 4), window_losses, bytes_of(english), size=8,
+)  # fmt: skip
+FIELD.add(
+    "moe-bytes", NEXT, "adamw-0.95", "cosine", 1e-3,
+    lambda: Llama(2, 48, 4, experts=True), window_losses, bytes_of(english), size=8, decay=0.1,
+)  # fmt: skip
+FIELD.add(
+    "gru-bytes", NEXT, "adamw-0.999", "cosine", 1e-3,
+    ByteGRU, window_losses, bytes_of(english, 32), size=8, decay=0.0,
+)  # fmt: skip
+FIELD.add(
+    "tcn-bytes", NEXT, "adamw-0.999", "one-cycle", 1e-3,
+    Dilated, window_losses, bytes_of(english, 32), size=8,
+)  # fmt: skip
 
 
 # -- gated linear recurrences (as in Mamba-2, arXiv 2405.21060), bytes of Python's sources ---------
-
-PYTHON_CONTEXT, PYTHON_WINDOWS = 48, 8
 
 
 class Gated(nn.Module):
@@ -210,29 +198,10 @@ def gated_model(width: int = 64) -> nn.Module:
     )
 
 
-def _python(seed: int, step: int, stream: str = "train") -> Batch:
-    return sample_batch(
-        corpus().train, PYTHON_WINDOWS, PYTHON_CONTEXT, seed=seed, stream=stream, index=step
-    )
-
-
-add(
-    Problem(
-        name="gated-linear-rnn-python",
-        steps=1500,
-        batch_size=PYTHON_WINDOWS,
-        build=drawn(gated_model),
-        groups=decaying(0.1),
-        batch=_python,
-        spare=lambda seed, step, number: _python(seed, number, "spare"),
-        losses=each_place,
-        validate=lambda model: mean_loss(
-            model, each_place, held_out(corpus().validation, PYTHON_CONTEXT)
-        ),
-    ),
-    ("the next byte, as in Mamba-2", "adamw-0.95", "wsd", 1e-3),
-    FIELD,
-)
+FIELD.add(
+    "gated-linear-rnn-python", "the next byte, as in Mamba-2", "adamw-0.95", "wsd", 1e-3,
+    gated_model, each_place, bytes_of(python, 48, "spare"), size=8, decay=0.1,
+)  # fmt: skip
 
 
 # -- an MLP with bf16 parameters: the byte after eight bytes of English ----------------------------
@@ -247,7 +216,7 @@ def _byte_mlp() -> nn.Module:
 
 def _contexts(stream: str, seed: int, index: int) -> Batch:
     text = english()[stream == "validation"]
-    x, y = sample_batch(text, MLP_BYTES, MLP_CONTEXT, seed=seed, stream=stream, index=index)
+    x, y = windows(text, MLP_BYTES, MLP_CONTEXT, seed, stream, index)
     return x, y[:, -1]
 
 
@@ -256,23 +225,16 @@ def _float32_losses(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(x).float(), y, reduction="none")
 
 
-add(
-    Problem(
-        name="mlp-bytes-bf16",
-        steps=1500,
-        batch_size=MLP_BYTES,
-        build=drawn(_byte_mlp),
-        groups=decaying(0.01),
-        batch=lambda seed, step: _contexts("train", seed, step),
-        spare=lambda seed, step, number: _contexts("spare", seed, number),
-        losses=_float32_losses,
-        validate=lambda model: mean_loss(
-            model, _float32_losses, [_contexts("validation", 0, part) for part in range(32)]
-        ),
+FIELD.add(
+    "mlp-bytes-bf16", "the next byte, bf16 parameters", "adamw-0.95", "cosine", 1e-3,
+    _byte_mlp, _float32_losses,
+    Examples(
+        lambda seed, step: _contexts("train", seed, step),
+        lambda seed, step, number: _contexts("spare", seed, number),
+        lambda: [_contexts("validation", 0, part) for part in range(32)],
     ),
-    ("the next byte, bf16 parameters", "adamw-0.95", "cosine", 1e-3),
-    FIELD,
-)
+    size=MLP_BYTES,
+)  # fmt: skip
 
 
 # -- skip-gram with negative samples (arXiv 1310.4546), words of English ---------------------------
@@ -315,10 +277,9 @@ def _skipgram_losses(model: nn.Module, batch: Batch) -> Tensor:
     return F.softplus(-logits[:, 0]) + F.softplus(logits[:, 1:]).sum(1)
 
 
-@workload(
-    "skipgram-words",
-    ("word vectors of English", "adamw-0.999", "linear", 1e-3),
-    SkipGram, _skipgram_losses, FIELD, key="neighbours", size=128,
+@FIELD.workload(
+    "skipgram-words", "word vectors of English", "adamw-0.999", "linear", 1e-3,
+    SkipGram, _skipgram_losses, key="neighbours", size=128,
 )  # fmt: skip
 def _word_pairs(g: Draw, count: int) -> Batch:
     text, weights = _texts()["validation" in g.key], _texts()[2]
@@ -345,11 +306,10 @@ def _masked_losses(model: nn.Module, batch: Batch) -> Tensor:
     return losses.sum(1) / (wanted >= 0).sum(1)
 
 
-@workload(
-    "masked-lm-markov",
-    ("hidden symbols of a Markov chain", "fused-muon", "cosine", 1e-3),
+@FIELD.workload(
+    "masked-lm-markov", "hidden symbols of a Markov chain", "fused-muon", "cosine", 1e-3,
     lambda: Transformer(SYMBOLS + 1, TEXT, SYMBOLS, 48, 192, activation="gelu"),
-    _masked_losses, FIELD, key="masked", decay=for_muon,
+    _masked_losses, key="masked", decay=for_muon,
 )  # fmt: skip
 def _masked(g: Draw, count: int) -> Batch:
     text = [g.below(SYMBOLS, count) for _ in range(2)]
@@ -390,10 +350,9 @@ def _dictionary(after: bool) -> Tensor:
     )
 
 
-@workload(
-    "seq2seq-translation",
-    ("artificial phrases", "fused-muon", "linear", 1e-3),
-    Translator, each_place, FIELD, key="translated", decay=for_muon,
+@FIELD.workload(
+    "seq2seq-translation", "artificial phrases", "fused-muon", "linear", 1e-3,
+    Translator, each_place, key="translated", decay=for_muon,
 )  # fmt: skip
 def _translations(g: Draw, count: int) -> Batch:
     """A word's translation depends on which half of the vocabulary the word before it is in."""
@@ -434,10 +393,9 @@ def _grammar() -> tuple[Tensor, Tensor]:
     return following, torch.softmax(liked, 2)
 
 
-@workload(
-    "transformer-grammar",
-    ("the next word, seen 7 times", "adamw-0.95", "cosine", 1e-3),
-    _WordModel, each_place, FIELD, key="worded", size=8, decay=0.1, epochs=7,
+@FIELD.workload(
+    "transformer-grammar", "the next word, seen 7 times", "adamw-0.95", "cosine", 1e-3,
+    _WordModel, each_place, key="worded", size=8, decay=0.1, epochs=7,
 )  # fmt: skip
 def _text(g: Draw, count: int) -> Batch:
     """Each window has one topic; one word in ten repeats the word before the last one."""
@@ -473,10 +431,9 @@ def _tagging_rules() -> tuple[Tensor, Tensor, Tensor]:
     return alone, sorts, 1.2 * g.randn(8, 8, TAGS)
 
 
-@workload(
-    "mlp-word-tags",
-    ("the tag of a word among three", "lion", "wsd", 1e-4),
-    _tagger, labelled, FIELD, key="tagged", size=64,
+@FIELD.workload(
+    "mlp-word-tags", "the tag of a word among three", "lion", "wsd", 1e-4,
+    _tagger, labelled, key="tagged", size=64,
 )  # fmt: skip
 def _word_triples(g: Draw, count: int) -> Batch:
     x = g.zipf(TAGGED_WORDS, count, 3)

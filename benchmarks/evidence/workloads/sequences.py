@@ -13,6 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from ..problems import Batch
 from .kit import (
     Draw,
+    Field,
     Recurrent,
     Transformer,
     each_place,
@@ -21,21 +22,19 @@ from .kit import (
     mlp,
     rising,
     squares,
-    workload,
 )
 
-FIELD = "sequences"
+FIELD = Field("sequences")
 
 # -- transformers: sort twelve numbers; nested brackets; six pairs of key and value, then a key ----
 
 NUMBERS, LENGTH = 32, 12
 
 
-@workload(
-    "transformer-sorting",
-    ("sorting twelve numbers", "lion", "linear", 1e-4),
+@FIELD.workload(
+    "transformer-sorting", "sorting twelve numbers", "lion", "linear", 1e-4,
     lambda: Transformer(NUMBERS, LENGTH, NUMBERS, norm_first=False),
-    each_place, FIELD, key="sorting", part=2048,
+    each_place, key="sorting", part=2048,
 )  # fmt: skip
 def _lists(g: Draw, count: int) -> Batch:
     numbers = g.below(NUMBERS, count, LENGTH)
@@ -45,11 +44,10 @@ def _lists(g: Draw, count: int) -> Batch:
 BRACKETS, DEPTH = 4, 32
 
 
-@workload(
-    "transformer-brackets",
-    ("nested brackets of four kinds", "adamw-0.95", "cosine", 1e-3),
+@FIELD.workload(
+    "transformer-brackets", "nested brackets of four kinds", "adamw-0.95", "cosine", 1e-3,
     lambda: Transformer(2 * BRACKETS + 1, DEPTH, 2 * BRACKETS + 1, causal=True),
-    each_place, FIELD, key="brackets", size=16,
+    each_place, key="brackets", size=16,
 )  # fmt: skip
 def _brackets(g: Draw, count: int) -> Batch:
     """Token 2k opens kind k, 2k + 1 closes it; token 8 begins a text.
@@ -74,11 +72,10 @@ def _brackets(g: Draw, count: int) -> Batch:
 KEYS, PAIRS = 16, 6
 
 
-@workload(
-    "transformer-recall",
-    ("the value that belongs to a key", "adamw-0.95", "linear", 1e-3),
+@FIELD.workload(
+    "transformer-recall", "the value that belongs to a key", "adamw-0.95", "linear", 1e-3,
     lambda: Transformer(2 * KEYS, 2 * PAIRS + 1, KEYS, inner=64, activation="gelu", read=-1),
-    labelled, FIELD, key="recalled",
+    labelled, key="recalled",
 )  # fmt: skip
 def _key_value_pairs(g: Draw, count: int) -> Batch:
     keys = g.rand(count, KEYS).argsort(1)[:, :PAIRS]
@@ -90,11 +87,9 @@ def _key_value_pairs(g: Draw, count: int) -> Batch:
 # -- a GRU: the sum of the two marked numbers of twenty (the adding problem) -----------------------
 
 
-@workload(
-    "gru-adding",
-    ("the sum of two marked numbers", "adamw-0.999", "cosine", 1e-3),
-    lambda: nn.Sequential(Recurrent(nn.GRU, 2, 1), nn.Flatten(0)),
-    squares, FIELD, key="marked",
+@FIELD.workload(
+    "gru-adding", "the sum of two marked numbers", "adamw-0.999", "cosine", 1e-3,
+    lambda: nn.Sequential(Recurrent(nn.GRU, 2, 1), nn.Flatten(0)), squares, key="marked",
 )  # fmt: skip
 def _marked_numbers(g: Draw, count: int, length: int = 20) -> Batch:
     numbers, marks = g.rand(count, length), torch.zeros(count, length)
@@ -114,10 +109,9 @@ def _memory() -> nn.Module:
     return model
 
 
-@workload(
-    "rnn-memory-rising-length",
-    ("three bits over ever longer times", "adamw-0.999", "cosine", 1e-3),
-    _memory, labelled, FIELD, key="harder", decay=0.0, varies=rising(5, 10, 20, 30),
+@FIELD.workload(
+    "rnn-memory-rising-length", "three bits over ever longer times", "adamw-0.999", "cosine", 1e-3,
+    _memory, labelled, key="harder", decay=0.0, varies=rising(5, 10, 20, 30),
 )  # fmt: skip
 def _bits(g: Draw, count: int, length: int) -> Batch:
     """The bits come first, then noise, and a mark at the end."""
@@ -139,11 +133,9 @@ def _gaussian_losses(model: nn.Module, batch: Batch) -> Tensor:
     return (0.5 * off + log_deviation + 0.5 * math.log(2 * math.pi)).mean((1, 2))
 
 
-@workload(
-    "lstm-oscillators",
-    ("the next values of two oscillators", "adamw-0.999", "cosine", 1e-3),
-    lambda: Recurrent(nn.LSTM, 2, 4, last=False),
-    _gaussian_losses, FIELD, key="series",
+@FIELD.workload(
+    "lstm-oscillators", "the next values of two oscillators", "adamw-0.999", "cosine", 1e-3,
+    lambda: Recurrent(nn.LSTM, 2, 4, last=False), _gaussian_losses, key="series",
 )  # fmt: skip
 def _series(g: Draw, count: int, times: int = 24) -> Batch:
     x, v = g.randn(count, 2), g.randn(count, 2)
@@ -174,10 +166,9 @@ class Pendulum(nn.Module):
         return torch.stack(states, 1)
 
 
-@workload(
-    "mlp-pendulum",
-    ("a driven pendulum", "adamw-0.95", "wsd", 1e-3),
-    Pendulum, mean_squares, FIELD, key="swung",
+@FIELD.workload(
+    "mlp-pendulum", "a driven pendulum", "adamw-0.95", "wsd", 1e-3,
+    Pendulum, mean_squares, key="swung",
 )  # fmt: skip
 def _swings(g: Draw, count: int, steps: int = 16, time: float = 0.25) -> Batch:
     angle, speed = (3 * g.rand(count) - 1.5 for _ in range(2))
@@ -228,10 +219,9 @@ def _event_losses(model: nn.Module, batch: Batch) -> Tensor:
     return (F.cross_entropy(what.transpose(1, 2), kinds[:, 1:], reduction="none") - when).mean(1)
 
 
-@workload(
-    "gru-hawkes",
-    ("the next event and its time", "adamw-0.95", "one-cycle", 1e-3),
-    _EventModel, _event_losses, FIELD, key="awaited",
+@FIELD.workload(
+    "gru-hawkes", "the next event and its time", "adamw-0.95", "one-cycle", 1e-3,
+    _EventModel, _event_losses, key="awaited",
 )  # fmt: skip
 def _events(g: Draw, count: int) -> Batch:
     excited, gaps, kinds = torch.zeros(count, EVENTS), [], []
@@ -287,10 +277,9 @@ def _path_losses(model: nn.Module, batch: Batch) -> Tensor:
     return (torch.logsumexp(every, 1) - right) / MACHINE_STEPS
 
 
-@workload(
-    "crf-states",
-    ("the states of a machine", "adamw-0.999", "one-cycle", 1e-3),
-    _RandomField, _path_losses, FIELD, key="stated",
+@FIELD.workload(
+    "crf-states", "the states of a machine", "adamw-0.999", "one-cycle", 1e-3,
+    _RandomField, _path_losses, key="stated",
 )  # fmt: skip
 def _machine_runs(g: Draw, count: int) -> Batch:
     goes, on, where = _machine()
@@ -336,10 +325,9 @@ def _sign_losses(model: nn.Module, batch: Batch) -> Tensor:
     return _ctc(model(sounds).transpose(0, 1), signs, zero_infinity=True)
 
 
-@workload(
-    "gru-ctc-signs",
-    ("signs in a sound, no alignment", "adamw-0.999", "cosine", 1e-3),
-    Listener, _sign_losses, FIELD, key="spoken", size=16,
+@FIELD.workload(
+    "gru-ctc-signs", "signs in a sound, no alignment", "adamw-0.999", "cosine", 1e-3,
+    Listener, _sign_losses, key="spoken", size=16,
 )  # fmt: skip
 def _sign_sounds(g: Draw, count: int) -> Batch:
     """Each of four signs lasts for 3 to 7 ticks; then there is silence."""
@@ -362,10 +350,9 @@ def _symbol_losses(model: nn.Module, batch: Batch) -> Tensor:
     return _ctc(F.log_softmax(model(x), 1).permute(2, 0, 1), symbols)
 
 
-@workload(
-    "cnn-ctc-symbols",
-    ("symbols in a sound, no alignment", "adamw-0.999", "one-cycle", 1e-3),
-    _ctc_cnn, _symbol_losses, FIELD, key="spelled",
+@FIELD.workload(
+    "cnn-ctc-symbols", "symbols in a sound, no alignment", "adamw-0.999", "one-cycle", 1e-3,
+    _ctc_cnn, _symbol_losses, key="spelled",
 )  # fmt: skip
 def _symbol_sounds(g: Draw, count: int) -> Batch:
     symbols, ends = g.between(1, SYMBOLS + 1, count, EACH), g.between(4, 8, count, EACH).cumsum(1)
@@ -385,10 +372,9 @@ def _echo_cnn() -> nn.Module:
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
 
 
-@workload(
-    "cnn-dereverberation",
-    ("a sound without its echoes", "adamw-0.95", "wsd", 1e-3),
-    _echo_cnn, mean_squares, FIELD, key="echoed",
+@FIELD.workload(
+    "cnn-dereverberation", "a sound without its echoes", "adamw-0.95", "wsd", 1e-3,
+    _echo_cnn, mean_squares, key="echoed",
 )  # fmt: skip
 def _echoes(g: Draw, count: int, times: int = 64) -> Batch:
     time = torch.arange(times) / times
@@ -417,13 +403,9 @@ def _knocks() -> Tensor:
     return 1.5 * Draw("knocked", "knocks").randn(KNOCKS, KNOCK_LENGTH)
 
 
-@workload(
-    "cnn-knocks",
-    (
-        "which knock is in a recording, 10 % of the labels random, seen 15 times",
-        "lion", "linear", 1e-4,
-    ),
-    _knock_cnn, labelled, FIELD, key="knocked", epochs=15, spare_validates=True,
+@FIELD.workload(
+    "cnn-knocks", "which knock is in a recording, 10 % of the labels random, seen 15 times",
+    "lion", "linear", 1e-4, _knock_cnn, labelled, key="knocked", epochs=15, spare_validates=True,
 )  # fmt: skip
 def _recordings(g: Draw, count: int) -> Batch:
     x, knock = 0.7 * g.randn(count, KNOCK_TIMES), g.below(KNOCKS, count)

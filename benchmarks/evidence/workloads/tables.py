@@ -10,15 +10,14 @@ from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..problems import PROBLEMS, Batch, Problem
-from ..problems.digits import seeded
-from ..problems.problem import drawn, mean_loss
+from ..problems import PROBLEMS, Batch
+from ..problems.problem import seeded
 from .kit import (
     FAR,
     Draw,
-    add,
+    Examples,
+    Field,
     contrast,
-    decaying,
     either,
     for_muon,
     in_epochs,
@@ -27,15 +26,10 @@ from .kit import (
     rising,
     sines,
     squares,
-    workload,
 )
 
-FIELD = "tables"
-add(
-    PROBLEMS["recommender-clicks"],
-    ("clicks that drift", "adamw-0.95", "wsd", 1e-3),
-    FIELD,
-)
+FIELD = Field("tables")
+FIELD.known(PROBLEMS["recommender-clicks"], "clicks that drift", "adamw-0.95", "wsd", 1e-3)
 
 # -- MLPs: Friedman's function, and small sets of which 15 % of the labels are wrong ---------------
 
@@ -47,11 +41,10 @@ VAL_ROWS = 128
 """Held-out rows of mlp-breast-cancer that are not in the validation."""
 
 
-@workload(
-    "mlp-friedman",
-    ("Friedman's function", "adamw-0.999", "cosine", 1e-3),
+@FIELD.workload(
+    "mlp-friedman", "Friedman's function", "adamw-0.999", "cosine", 1e-3,
     lambda: mlp(6, 64, 64, 1, of=nn.Tanh, flat=True),
-    squares, FIELD, key="regression", decay=0.0, part=HELD_OUT,
+    squares, key="regression", decay=0.0, part=HELD_OUT,
 )  # fmt: skip
 def _friedman(g: Draw, count: int) -> Batch:
     """Of six inputs in [-1, 1], of which the last has no effect.
@@ -91,28 +84,19 @@ def _small_set(name: str, rows: int, times: str, schedule: str, width: int) -> N
     known = cache(lambda: _flipped(rows) if rows else _cells())
     batch = in_epochs(lambda: known()[:2], ROWS, *(("flipped", rows) if rows else ("small",)))
 
+    def held_out() -> list[Batch]:
+        return [tuple(part[0 if rows else VAL_ROWS :] for part in known()[2:])]
+
     def val_batches() -> list[Batch]:
         x, y = (part[:VAL_ROWS].split(ROWS) for part in known()[2:])
         return list(zip(x, y, strict=True))
 
-    def validate(model: nn.Module) -> float:
-        first = 0 if rows else VAL_ROWS
-        return mean_loss(model, either, [tuple(part[first:] for part in known()[2:])])
-
-    problem = Problem(
-        name=name,
-        steps=1500,
-        batch_size=ROWS,
-        build=drawn(lambda: mlp(30, width, width, 1, of=nn.Tanh, flat=True)),
-        groups=decaying(0.01),
-        batch=batch,
-        spare=lambda seed, step, number: batch(seed, FAR + number),
-        losses=either,
-        validate=validate,
-    )
-    what = f"{rows or 256} rows, 15 % of the labels wrong, seen {times} times"
-    how = (what, "adamw-0.999", schedule, 1e-3)
-    add(problem, how, FIELD, None if rows else val_batches)
+    FIELD.add(
+        name, f"{rows or 256} rows, 15 % of the labels wrong, seen {times} times", "adamw-0.999",
+        schedule, 1e-3, lambda: mlp(30, width, width, 1, of=nn.Tanh, flat=True), either,
+        Examples(batch, lambda seed, step, number: batch(seed, FAR + number), held_out),
+        val_batches=None if rows else val_batches,
+    )  # fmt: skip
 
 
 _small_set("mlp-breast-cancer", 0, "1 250", "linear", 32)
@@ -134,10 +118,9 @@ def centers(world: str) -> Tensor:
     return 1.2 * Draw("clusters", world).randn(CLUSTER_CLASSES, 3, CLUSTER_INPUTS)
 
 
-@workload(
-    "mlp-clusters",
-    ("clusters, 10 % of the labels random", "sgd", "wsd", 0.1),
-    cluster_mlp, labelled, FIELD, key=FIRST_CLUSTERS, decay=1e-4,
+@FIELD.workload(
+    "mlp-clusters", "clusters, 10 % of the labels random", "sgd", "wsd", 0.1,
+    cluster_mlp, labelled, key=FIRST_CLUSTERS, decay=1e-4,
 )  # fmt: skip
 def clusters(g: Draw, count: int) -> Batch:
     y, cluster = g.below(CLUSTER_CLASSES, count), g.below(3, count)
@@ -155,15 +138,13 @@ def _heat_mlp() -> nn.Module:
     return mlp(HEAT_WAVES + 2, 96, 96, 1, of=nn.Tanh, flat=True)
 
 
-@workload(
-    "mlp-heat-rising-waves",
-    ("ever more waves", "adamw-0.999", "cosine", 1e-3),
-    _heat_mlp, squares, FIELD, key="heat", decay=0.0, varies=rising(1, 2, 4, 6),
+@FIELD.workload(
+    "mlp-heat-rising-waves", "ever more waves", "adamw-0.999", "cosine", 1e-3,
+    _heat_mlp, squares, key="heat", decay=0.0, varies=rising(1, 2, 4, 6),
 )  # fmt: skip
-@workload(
-    "mlp-heat",
-    ("the heat equation", "adamw-0.999", "linear", 1e-3),
-    _heat_mlp, squares, FIELD, key="heat", size=64,
+@FIELD.workload(
+    "mlp-heat", "the heat equation", "adamw-0.999", "linear", 1e-3,
+    _heat_mlp, squares, key="heat", size=64,
 )  # fmt: skip
 def _heat(g: Draw, count: int, number: int = HEAT_WAVES) -> Batch:
     """``number``: how many waves are there, the longest first; the others have amplitude 0."""
@@ -197,10 +178,9 @@ def _divergence(model: nn.Module, batch: Batch) -> Tensor:
     return F.kl_div(model(x).log_softmax(-1), answers, reduction="none", log_target=True).sum(-1)
 
 
-@workload(
-    "distillation-points",
-    ("the answers of a larger network", "adamw-0.999", "cosine", 1e-3),
-    _student, _divergence, FIELD, key="distilled", size=64,
+@FIELD.workload(
+    "distillation-points", "the answers of a larger network", "adamw-0.999", "cosine", 1e-3,
+    _student, _divergence, key="distilled", size=64,
 )  # fmt: skip
 def _answers(g: Draw, count: int) -> Batch:
     x = 1.5 * g.randn(count, STUDENT_INPUTS)
@@ -210,11 +190,9 @@ def _answers(g: Draw, count: int) -> Batch:
 # -- MLPs: the parity of three bits of twenty, and of three bits of 150 ----------------------------
 
 
-@workload(
-    "mlp-parity-20",
-    ("the parity of three bits of 20", "adamw-0.999", "linear", 1e-3),
-    lambda: mlp(20, 128, 2),
-    labelled, FIELD, key="parity",
+@FIELD.workload(
+    "mlp-parity-20", "the parity of three bits of 20", "adamw-0.999", "linear", 1e-3,
+    lambda: mlp(20, 128, 2), labelled, key="parity",
 )  # fmt: skip
 def _parity_of_20(g: Draw, count: int) -> Batch:
     x = g.below(2, count, 20) * 2.0 - 1
@@ -229,10 +207,9 @@ def _parity_mlp() -> nn.Module:
     return net
 
 
-@workload(
-    "mlp-parity-150",
-    ("the parity of three bits of 150", "sgd", "cosine", 0.2),
-    _parity_mlp, either, FIELD, key=("misleading", "bits"), size=64, decay=0.0,
+@FIELD.workload(
+    "mlp-parity-150", "the parity of three bits of 150", "sgd", "cosine", 0.2,
+    _parity_mlp, either, key=("misleading", "bits"), size=64, decay=0.0,
 )  # fmt: skip
 def _parity_of_150(g: Draw, count: int) -> Batch:
     x = g.below(2, count, 150) * 2.0 - 1
@@ -257,11 +234,9 @@ def _preference_losses(model: nn.Module, batch: Batch) -> Tensor:
     return F.binary_cross_entropy_with_logits((model(a) - model(b))[:, 0], first, reduction="none")
 
 
-@workload(
-    "bradley-terry-points",
-    ("which of two points is preferred", "adamw-0.999", "cosine", 1e-3),
-    lambda: _gelu_mlp(1),
-    _preference_losses, FIELD, key="ranked", size=64,
+@FIELD.workload(
+    "bradley-terry-points", "which of two points is preferred", "adamw-0.999", "cosine", 1e-3,
+    lambda: _gelu_mlp(1), _preference_losses, key="ranked", size=64,
 )  # fmt: skip
 def _preferences(g: Draw, count: int) -> Batch:
     a, b = g.randn(2, count, INPUTS)
@@ -277,11 +252,9 @@ def _pinball(model: nn.Module, batch: Batch) -> Tensor:
     return torch.maximum(parts * off, (parts - 1) * off).mean(1)
 
 
-@workload(
-    "quantile-mlp-sines",
-    ("quantiles of a value", "lion", "linear", 1e-4),
-    lambda: _gelu_mlp(len(QUANTILES)),
-    _pinball, FIELD, key="quantiles", size=64,
+@FIELD.workload(
+    "quantile-mlp-sines", "quantiles of a value", "lion", "linear", 1e-4,
+    lambda: _gelu_mlp(len(QUANTILES)), _pinball, key="quantiles", size=64,
 )  # fmt: skip
 def _varying_spread(g: Draw, count: int) -> Batch:
     x, noise = g.randn(count, INPUTS), g.randn(count)
@@ -296,10 +269,9 @@ def _deep_mlp() -> nn.Module:
     return nn.Sequential(*hidden, nn.ReLU(), nn.Linear(48, 1), nn.Flatten(0))
 
 
-@workload(
-    "deep-mlp-sines",
-    ("14 layers without normalisation", "sgd", "cosine", 0.01),
-    _deep_mlp, squares, FIELD, key="deep", size=64, decay=1e-4,
+@FIELD.workload(
+    "deep-mlp-sines", "14 layers without normalisation", "sgd", "cosine", 0.01,
+    _deep_mlp, squares, key="deep", size=64, decay=1e-4,
 )  # fmt: skip
 def _deep_rows(g: Draw, count: int) -> Batch:
     x = g.randn(count, INPUTS)
@@ -311,11 +283,9 @@ def _huber(model: nn.Module, batch: Batch) -> Tensor:
     return F.huber_loss(model(x), y, reduction="none", delta=1.0)
 
 
-@workload(
-    "huber-mlp-heavy-tails",
-    ("a value with heavy tails", "fused-muon", "wsd", 1e-3),
-    lambda: _gelu_mlp(1, flat=True),
-    _huber, FIELD, key="heavy", size=64, decay=for_muon,
+@FIELD.workload(
+    "huber-mlp-heavy-tails", "a value with heavy tails", "fused-muon", "wsd", 1e-3,
+    lambda: _gelu_mlp(1, flat=True), _huber, key="heavy", size=64, decay=for_muon,
 )  # fmt: skip
 def _heavy_tails(g: Draw, count: int) -> Batch:
     x = g.randn(count, INPUTS)
@@ -343,11 +313,9 @@ def _hazard_losses(model: nn.Module, batch: Batch) -> Tensor:
     return (F.binary_cross_entropy_with_logits(model(x), event, reduction="none") * at_risk).sum(1)
 
 
-@workload(
-    "survival-mlp-months",
-    ("the month of an event, or none", "adamw-0.999", "cosine", 1e-3),
-    lambda: _silu_mlp(MONTHS),
-    _hazard_losses, FIELD, key="censored", size=64,
+@FIELD.workload(
+    "survival-mlp-months", "the month of an event, or none", "adamw-0.999", "cosine", 1e-3,
+    lambda: _silu_mlp(MONTHS), _hazard_losses, key="censored", size=64,
 )  # fmt: skip
 def _censored(g: Draw, count: int) -> Batch:
     x = g.randn(count, INPUTS)
@@ -362,11 +330,9 @@ def _absolute_losses(model: nn.Module, batch: Batch) -> Tensor:
     return (model(x) - y).abs()
 
 
-@workload(
-    "mlp-unscaled-targets",
-    ("targets far from 0", "adamw-0.95", "wsd", 1e-3),
-    lambda: _silu_mlp(1, flat=True),
-    _absolute_losses, FIELD, key="unscaled", size=64,
+@FIELD.workload(
+    "mlp-unscaled-targets", "targets far from 0", "adamw-0.95", "wsd", 1e-3,
+    lambda: _silu_mlp(1, flat=True), _absolute_losses, key="unscaled", size=64,
 )  # fmt: skip
 def _unscaled(g: Draw, count: int) -> Batch:
     x = g.randn(count, INPUTS)
@@ -380,11 +346,9 @@ def _two_task_losses(model: nn.Module, batch: Batch) -> Tensor:
     return wrong + 2.0 * (said[:, 5] - value).square()
 
 
-@workload(
-    "multitask-mlp-sines",
-    ("a class and a value at once", "sgd", "cosine", 0.1),
-    lambda: _silu_mlp(6),
-    _two_task_losses, FIELD, key="both", size=64, decay=1e-4,
+@FIELD.workload(
+    "multitask-mlp-sines", "a class and a value at once", "sgd", "cosine", 0.1,
+    lambda: _silu_mlp(6), _two_task_losses, key="both", size=64, decay=1e-4,
 )  # fmt: skip
 def _class_and_value(g: Draw, count: int) -> Batch:
     x = g.randn(count, INPUTS)
@@ -398,11 +362,9 @@ def _focal_losses(model: nn.Module, batch: Batch) -> Tensor:
     return (1 - torch.exp(-plain)).square() * plain
 
 
-@workload(
-    "focal-mlp-rare-class",
-    ("a class of one row in fifty", "adamw-0.999", "restarts", 1e-3),
-    lambda: _silu_mlp(1, flat=True),
-    _focal_losses, FIELD, key="rare", size=128,
+@FIELD.workload(
+    "focal-mlp-rare-class", "a class of one row in fifty", "adamw-0.999", "restarts", 1e-3,
+    lambda: _silu_mlp(1, flat=True), _focal_losses, key="rare", size=128,
 )  # fmt: skip
 def _rare(g: Draw, count: int) -> Batch:
     x = g.randn(count, INPUTS)
@@ -434,10 +396,9 @@ def _noisy_views(g: Draw, hidden: Tensor, maps: list[Tensor]) -> Batch:
     return tuple(view + 0.5 * g.randn(*view.shape) for view in views)
 
 
-@workload(
-    "two-towers-views",
-    (SAME_POINT, "adamw-0.999", "one-cycle", 1e-3),
-    Towers, contrast, FIELD, key="pairs", size=64,
+@FIELD.workload(
+    "two-towers-views", SAME_POINT, "adamw-0.999", "one-cycle", 1e-3,
+    Towers, contrast, key="pairs", size=64,
 )  # fmt: skip
 def _view_pairs(g: Draw, count: int) -> Batch:
     common = Draw("pairs", "views")
@@ -456,10 +417,9 @@ class _CLIP(nn.Module):
         return self.scale.exp() * a @ b.T
 
 
-@workload(
-    "clip-views",
-    (SAME_POINT, "lion", "linear", 1e-4),
-    _CLIP, contrast, FIELD, key="matched", size=64,
+@FIELD.workload(
+    "clip-views", SAME_POINT, "lion", "linear", 1e-4,
+    _CLIP, contrast, key="matched", size=64,
 )  # fmt: skip
 def _clip_views(g: Draw, count: int) -> Batch:
     common = Draw("matched", "maps")
@@ -479,11 +439,9 @@ def _triplet_losses(model: nn.Module, batch: Batch) -> Tensor:
     return F.relu((a - same).square().sum(-1) - (a - other).square().sum(-1) + 0.3)
 
 
-@workload(
-    "triplet-mlp-views",
-    ("which views are of the same thing", "sgd", "one-cycle", 0.1),
-    lambda: _gelu_mlp(12),
-    _triplet_losses, FIELD, key="threes", size=64, decay=1e-4,
+@FIELD.workload(
+    "triplet-mlp-views", "which views are of the same thing", "sgd", "one-cycle", 0.1,
+    lambda: _gelu_mlp(12), _triplet_losses, key="threes", size=64, decay=1e-4,
 )  # fmt: skip
 def _triplets(g: Draw, count: int) -> Batch:
     one = g.below(THINGS, count)
@@ -523,10 +481,9 @@ def _poisson_losses(model: nn.Module, batch: Batch) -> Tensor:
     return F.poisson_nll_loss(said, seen, log_input=True, full=True, reduction="none")
 
 
-@workload(
-    "poisson-counts",
-    ("counts of what people do", "lion", "wsd", 1e-4),
-    Counter, _poisson_losses, FIELD, key="counted", size=64,
+@FIELD.workload(
+    "poisson-counts", "counts of what people do", "lion", "wsd", 1e-4,
+    Counter, _poisson_losses, key="counted", size=64,
 )  # fmt: skip
 def _counts(g: Draw, count: int) -> Batch:
     people, things = g.below(COUNTED_PEOPLE, count), g.below(COUNTED_THINGS, count)
@@ -564,10 +521,9 @@ def _film_tastes() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return kindness, fame, tastes, kinds
 
 
-@workload(
-    "matrix-factorization-ratings",
-    ("ratings of films, seen 11 times", "adamw-0.999", "wsd", 1e-3),
-    _Factors, squares, FIELD, key="rated", size=128, epochs=11,
+@FIELD.workload(
+    "matrix-factorization-ratings", "ratings of films, seen 11 times", "adamw-0.999", "wsd", 1e-3,
+    _Factors, squares, key="rated", size=128, epochs=11,
 )  # fmt: skip
 def _ratings(g: Draw, count: int) -> Batch:
     """One to five stars, minus 3.5."""
@@ -615,10 +571,10 @@ def _click_weights() -> tuple[Tensor, Tensor, Tensor]:
     return 0.35 * g.randn(many), 0.3 * g.randn(many, 4), 0.4 * g.randn(65_536)
 
 
-@workload(
+@FIELD.workload(
     "factorization-machine-clicks",
-    ("clicks by categories, seen twice", "adamw-0.999", "cosine", 1e-3),
-    _FactorizationMachine, either, FIELD, key="crossed", size=128, epochs=2,
+    "clicks by categories, seen twice", "adamw-0.999", "cosine", 1e-3,
+    _FactorizationMachine, either, key="crossed", size=128, epochs=2,
 )  # fmt: skip
 def _click_columns(g: Draw, count: int) -> Batch:
     before = torch.tensor((0, *COLUMNS[:-1])).cumsum(0)
@@ -652,10 +608,9 @@ def _deviance(model: nn.Module, batch: Batch) -> Tensor:
     return 2 * (paid * torch.exp(-half) + torch.exp(half))
 
 
-@workload(
-    "tweedie-claims",
-    ("insurance claims, seen 3 times", "adamw-0.999", "linear", 1e-3),
-    _Insurer, _deviance, FIELD, key="claims", size=128, epochs=3,
+@FIELD.workload(
+    "tweedie-claims", "insurance claims, seen 3 times", "adamw-0.999", "linear", 1e-3,
+    _Insurer, _deviance, key="claims", size=128, epochs=3,
 )  # fmt: skip
 def _claims(g: Draw, count: int) -> Batch:
     common = Draw("claims", "common")
@@ -698,10 +653,9 @@ def _strengths() -> tuple[Tensor, Tensor]:
     return 1.2 * skill + 0.8 * habits @ suits, 0.3 * g.randn(MAPS)
 
 
-@workload(
-    "bradley-terry-games",
-    ("who wins, seen 8 times", "adamw-0.95", "linear", 1e-3),
-    _Strength, either, FIELD, key="won", epochs=8,
+@FIELD.workload(
+    "bradley-terry-games", "who wins, seen 8 times", "adamw-0.95", "linear", 1e-3,
+    _Strength, either, key="won", epochs=8,
 )  # fmt: skip
 def _games(g: Draw, count: int) -> Batch:
     """Some players play much more than others; nobody plays against himself."""
@@ -741,10 +695,9 @@ def _grade_losses(model: nn.Module, batch: Batch) -> Tensor:
     return F.binary_cross_entropy_with_logits(model(x), above, reduction="none").sum(1)
 
 
-@workload(
-    "ordinal-mlp-grades",
-    ("20 % of the grades random, seen 6 times", "sgd", "cosine", 0.1),
-    _Graded, _grade_losses, FIELD, key="graded", decay=5e-4, epochs=6,
+@FIELD.workload(
+    "ordinal-mlp-grades", "20 % of the grades random, seen 6 times", "sgd", "cosine", 0.1,
+    _Graded, _grade_losses, key="graded", decay=5e-4, epochs=6,
 )  # fmt: skip
 def _graded_rows(g: Draw, count: int) -> Batch:
     x = g.randn(count, GRADED_INPUTS)
@@ -756,11 +709,10 @@ def _graded_rows(g: Draw, count: int) -> Batch:
 # -- a wide MLP: ten classes; three labels in ten are random, a finite set -------------------------
 
 
-@workload(
+@FIELD.workload(
     "mlp-noisy-labels",
-    ("ten classes, 30 % of the labels random, seen 60 times", "adamw-0.95", "cosine", 1e-3),
-    lambda: mlp(16, 128, 128, 10),
-    labelled, FIELD, key="doubted", epochs=60, spare_validates=True,
+    "ten classes, 30 % of the labels random, seen 60 times", "adamw-0.95", "cosine", 1e-3,
+    lambda: mlp(16, 128, 128, 10), labelled, key="doubted", epochs=60, spare_validates=True,
 )  # fmt: skip
 def _noisy_rows(g: Draw, count: int) -> Batch:
     x = g.randn(count, 16)
@@ -787,11 +739,9 @@ def _qualities() -> Tensor:
     return Draw("tasted", "qualities").randn(SPICES, QUALITIES)
 
 
-@workload(
-    "embedding-bag-mixtures",
-    ("the taste of a mixture of spices, seen 40 times", "sgd", "wsd", 0.1),
-    _EmbeddingBag, labelled, FIELD,
-    key="tasted", size=64, decay=1e-4, epochs=40, spare_validates=True,
+@FIELD.workload(
+    "embedding-bag-mixtures", "the taste of a mixture of spices, seen 40 times", "sgd", "wsd", 0.1,
+    _EmbeddingBag, labelled, key="tasted", size=64, decay=1e-4, epochs=40, spare_validates=True,
 )  # fmt: skip
 def _mixtures(g: Draw, count: int) -> Batch:
     """One label in fifty is random."""
@@ -817,11 +767,10 @@ def _domains() -> tuple[Tensor, Tensor, Tensor]:
     return 0.375 * waves, 0.25 * torch.cat([own, common[None]]), at
 
 
-@workload(
-    "mlp-domain-blocks",
-    ("data in blocks of one domain", "adamw-0.999", "cosine", 1e-3),
+@FIELD.workload(
+    "mlp-domain-blocks", "data in blocks of one domain", "adamw-0.999", "cosine", 1e-3,
     lambda: mlp(INPUTS, 128, 128, 1, of=nn.GELU, flat=True),
-    squares, FIELD, key="misleading",
+    squares, key="misleading",
     varies=lambda step: None if step is None else step // BLOCK % DOMAINS,
 )  # fmt: skip
 def _domain_rows(g: Draw, count: int, domain: int | None) -> Batch:
@@ -845,10 +794,9 @@ def _linear() -> nn.Module:
     return net
 
 
-@workload(
-    "linear-idle-inputs",
-    ("most inputs say nothing", "sgd", "wsd", 0.0096),
-    _linear, squares, FIELD, key=("misleading", "line"), decay=0.0,
+@FIELD.workload(
+    "linear-idle-inputs", "most inputs say nothing", "sgd", "wsd", 0.0096,
+    _linear, squares, key=("misleading", "line"), decay=0.0,
 )  # fmt: skip
 def _mostly_idle(g: Draw, count: int) -> Batch:
     x = g.randn(count, IDLE + TELLING)
@@ -861,11 +809,9 @@ CLASSES, USERS, ITEMS = 100, 6000, 3000
 CLICK_WAVES = ("misleading", "body")
 
 
-@workload(
-    "mlp-zipf-classes",
-    ("100 classes with Zipf's frequencies", "lion", "cosine", 1e-3),
-    lambda: mlp(INPUTS, 64, 64, CLASSES),
-    labelled, FIELD, key=("misleading", "kinds"), size=64, decay=0.0,
+@FIELD.workload(
+    "mlp-zipf-classes", "100 classes with Zipf's frequencies", "lion", "cosine", 1e-3,
+    lambda: mlp(INPUTS, 64, 64, CLASSES), labelled, key=("misleading", "kinds"), size=64, decay=0.0,
 )  # fmt: skip
 def _zipf_classes(g: Draw, count: int) -> Batch:
     x = g.randn(count, INPUTS)
@@ -890,10 +836,9 @@ class Clicks(nn.Module):
         return self.layers(torch.cat([self.users(user), self.things(item), features], 1))
 
 
-@workload(
-    "embedding-mlp-clicks",
-    ("clicks, seen about 11 times", "adamw-0.95", "cosine", 3e-4),
-    Clicks, either, FIELD, key=("misleading", "clicks"), size=64, rows=60_000,
+@FIELD.workload(
+    "embedding-mlp-clicks", "clicks, seen about 11 times", "adamw-0.95", "cosine", 3e-4,
+    Clicks, either, key=("misleading", "clicks"), size=64, rows=60_000,
 )  # fmt: skip
 def _clicks(g: Draw, count: int) -> Batch:
     common = Draw("misleading", "clicks")

@@ -1,4 +1,5 @@
-"""English text that comes with Python: topics of the reference, docstrings of the library."""
+"""Text: windows of bytes; English that comes with Python, topics of the reference and docstrings of
+the library."""
 
 from __future__ import annotations
 
@@ -8,15 +9,11 @@ from functools import cache
 from pydoc_data.topics import topics
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from examples.bytes.data import sample_batch
-
-from ..problems import Batch, Problem
-from ..problems.problem import mean_loss
-from ..problems.transformer import corpus
-from ..problems.transformer import losses as window_losses
-from .kit import FAR, decaying
+from ..problems import Batch
+from ..problems.transformer import corpus, held_out, windows
+from .kit import FAR, Examples
 
 _DOCSTRING = re.compile(rb'"""(.{80,}?)"""', re.DOTALL)
 CONTEXT, WINDOWS = 64, 8
@@ -30,7 +27,7 @@ def english() -> tuple[Tensor, Tensor]:
     """
     train, validation = (
         [found.group(1) for found in _DOCSTRING.finditer(text.numpy().tobytes())]
-        for text in (corpus().train, corpus().validation)
+        for text in python()
     )
     for place, name in enumerate(sorted(topics)):
         (train if place % 10 else validation).append(topics[name].encode())
@@ -41,28 +38,22 @@ def _tensor(texts: list[bytes]) -> Tensor:
     return torch.frombuffer(bytearray(b"\n".join(texts)), dtype=torch.uint8)
 
 
-@cache
-def held_out(text: Tensor, context: int = CONTEXT) -> list[Batch]:
-    """512 windows."""
-    return [sample_batch(text, 64, context, seed=0, stream="validation", index=i) for i in range(8)]
+def python() -> tuple[Tensor, Tensor]:
+    """Training and validation text: the library's sources."""
+    return corpus().train, corpus().validation
 
 
-def on_english(
-    name: str, build: Callable[[int], nn.Module], context: int = CONTEXT, decay: float = 0.01
-) -> Problem:
-    """The next byte of windows of ``context`` bytes."""
+def bytes_of(
+    texts: Callable[[], tuple[Tensor, Tensor]], context: int = CONTEXT, spare: str = "train"
+) -> Examples:
+    """Windows of ``context`` bytes, and the bytes that follow each; ``spare``: the stream of those
+    that no step trains on."""
 
-    def batch(seed: int, step: int) -> Batch:
-        return sample_batch(english()[0], WINDOWS, context, seed=seed, stream="train", index=step)
+    def batch(index: int, seed: int, stream: str = "train") -> Batch:
+        return windows(texts()[0], WINDOWS, context, seed, stream, index)
 
-    return Problem(
-        name=name,
-        steps=1500,
-        batch_size=WINDOWS,
-        build=build,
-        groups=decaying(decay),
-        batch=batch,
-        spare=lambda seed, step, number: batch(seed, FAR + number),
-        losses=window_losses,
-        validate=lambda m: mean_loss(m, window_losses, held_out(english()[1], context)),
+    return Examples(
+        lambda seed, step: batch(step, seed),
+        lambda seed, step, number: batch(number + FAR * (spare == "train"), seed, spare),
+        lambda: held_out(texts()[1], context),
     )

@@ -32,17 +32,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..problems import Batch, Problem
-from ..problems.problem import drawn, mean_loss
+from ..problems import Batch
 from .finetuning import Adapted
-from .kit import Draw, Groups, Losses, add, decaying, each_place, either, labelled, mlp, squares
+from .kit import Draw, Examples, Field, each_place, either, labelled, mlp, squares
 
 Parts = tuple[Batch, Batch, Batch]
 """What trains, what validates, and what does neither."""
-FIELD, HELD_OUT = "other", 2048
+FIELD, HELD_OUT = Field("other"), 2048
 """Examples that validate, at most."""
-USUAL, NONE = decaying(0.01), decaying(0.0)
-How = tuple[str, str, str, float]
 
 
 def _part(of: object) -> int:
@@ -86,19 +83,13 @@ def _scaled(x: Tensor, parts: list[int]) -> Tensor:
     return ((x - train.mean(0)) / train.std(0).clamp(min=1e-6)).clamp(-5, 5)
 
 
-Examples = tuple[
-    Callable[[int, int], Batch], Callable[[int, int, int], Batch], Callable[[], list[Batch]]
-]
-"""`Problem.batch` and `Problem.spare`, and what validates."""
-
-
-def _fresh(draw: Callable[[Draw, int], Batch], key: str, size: int, held_out: int) -> Examples:
+def fresh(draw: Callable[[Draw, int], Batch], key: str, size: int, held_out: int) -> Examples:
     """Examples are drawn anew."""
 
     def of(*place: object, count: int = size) -> Batch:
         return draw(Draw("unseen", key, *place), count)
 
-    return (
+    return Examples(
         lambda seed, step: of("train", seed, step),
         lambda seed, step, number: of("spare", seed, step, number),
         lambda: [of("validation", place, count=64) for place in range(held_out // 64)],
@@ -108,7 +99,7 @@ def _fresh(draw: Callable[[Draw, int], Batch], key: str, size: int, held_out: in
 Look = Callable[[Draw, Batch], Batch]
 
 
-def _finite(parts: Callable[[], Parts], name: str, size: int, look: Look | None) -> Examples:
+def finite(parts: Callable[[], Parts], name: str, size: int, look: Look | None = None) -> Examples:
     """Rows are seen epoch by epoch, each in another order, as ``look`` makes them look."""
 
     @lru_cache(4)
@@ -133,69 +124,28 @@ def _finite(parts: Callable[[], Parts], name: str, size: int, look: Look | None)
         pieces = order(1, "validation")[:HELD_OUT].split(64)
         return [shown(1, rows, "validation", place) for place, rows in enumerate(pieces)]
 
-    return batch, spare, validation
+    return Examples(batch, spare, validation)
 
 
-def _add(
-    name: str,
-    how: How,
-    build: Callable[[], nn.Module],
-    losses: Losses,
-    size: int,
-    examples: Examples,
-    groups: Groups = USUAL,
-) -> None:
-    """``how``: what is learned, optimizer, schedule, the rate that one would write first."""
-    batch, spare, validation = examples
-    held_out = cache(validation)
-    problem = Problem(
-        name=name,
-        steps=10_000,
-        batch_size=size,
-        build=drawn(build),
-        groups=groups,
-        batch=batch,
-        spare=spare,
-        losses=losses,
-        validate=lambda model: mean_loss(model, losses, held_out()),
-    )
-    add(problem, how, FIELD)
+def of_parts(name: str, *how: Any, look: Look | None = None, **more: Any) -> Callable[[Any], Any]:
+    """Makes a workload, as `Field.add` does, of a function without arguments that gives `Parts`."""
 
-
-def fresh(
-    name: str,
-    how: How,
-    build: Callable[[], nn.Module],
-    losses: Losses,
-    size: int,
-    key: str,
-    held_out: int = HELD_OUT,
-    groups: Groups = USUAL,
-) -> Callable[[Any], Any]:
-    """Makes a workload of a function that draws examples."""
-
-    def decorate(draw: Callable[[Draw, int], Batch]) -> Any:
-        _add(name, how, build, losses, size, _fresh(draw, key, size, held_out), groups)
-        return draw
+    def decorate(parts: Callable[[], Parts]) -> Any:
+        known = cache(parts)
+        FIELD.add(name, *how, finite(known, name, more["size"], look), steps=10_000, **more)
+        return known
 
     return decorate
 
 
-def finite(
-    name: str,
-    how: How,
-    build: Callable[[], nn.Module],
-    losses: Losses,
-    size: int,
-    look: Look | None = None,
-    groups: Groups = USUAL,
+def of_draws(
+    name: str, *how: Any, key: str, held_out: int = HELD_OUT, **more: Any
 ) -> Callable[[Any], Any]:
-    """Makes a workload of a function without arguments that gives `Parts`."""
+    """Makes a workload, as `Field.add` does, of a function that draws examples."""
 
-    def decorate(parts: Callable[[], Parts]) -> Any:
-        known = cache(parts)
-        _add(name, how, build, losses, size, _finite(known, name, size, look), groups)
-        return known
+    def decorate(draw: Callable[[Draw, int], Batch]) -> Any:
+        FIELD.add(name, *how, fresh(draw, key, more["size"], held_out), steps=10_000, **more)
+        return draw
 
     return decorate
 
@@ -223,10 +173,9 @@ class _Diamonds(nn.Module):
         return self.layers(torch.cat([numbers, *said], 1))[:, 0]
 
 
-@finite(
-    "mlp-diamonds",
-    ("what a diamond costs", "adamw-0.999", "cosine", 1e-3),
-    _Diamonds, squares, 64,
+@of_parts(
+    "mlp-diamonds", "what a diamond costs", "adamw-0.999", "cosine", 1e-3,
+    _Diamonds, squares, size=64,
 )  # fmt: skip
 def _diamonds() -> Parts:
     """Rows that are equal count once."""
@@ -288,10 +237,9 @@ def _shifted(g: Draw, batch: Batch) -> Batch:
     return ((seen - 0.2) / 0.35 + 0.4 * g.randn(*seen.shape))[:, None], y
 
 
-@finite(
-    "mobilenet-glyphs",
-    ("which script a glyph is of, depthwise convolutions", "sgd", "linear", 0.1),
-    _mobilenet, labelled, 24, _shifted, decaying(5e-4),
+@of_parts(
+    "mobilenet-glyphs", "which script a glyph is of, depthwise convolutions", "sgd", "linear", 0.1,
+    _mobilenet, labelled, size=24, look=_shifted, decay=5e-4,
 )  # fmt: skip
 def _glyphs() -> Parts:
     """A code point is on one side in all fonts, and of equal pictures the first is kept; the last
@@ -359,10 +307,10 @@ def _following(model: nn.Module, batch: Batch) -> Tensor:
     return each_place(model, (pairs[:, :-1], pairs[:, 1:, 0]))
 
 
-@finite(
+@of_parts(
     "lstm-bytecode",
-    ("the next instruction of Python's bytecode, an LSTM", "adamw-0.95", "linear", 1e-3),
-    _Bytecode, _following, 16,
+    "the next instruction of Python's bytecode, an LSTM", "adamw-0.95", "linear", 1e-3,
+    _Bytecode, _following, size=16,
 )  # fmt: skip
 def _bytecode() -> Parts:
     """Windows that follow one another; a module is on one side."""
@@ -413,10 +361,9 @@ class _Lectures(nn.Module):
         return self.layers(torch.cat([*each, each[0] * each[1]], 1))
 
 
-@finite(
-    "factors-lectures",
-    ("which mark a student gives a lecture", "adamw-0.999", "one-cycle", 1e-3),
-    _Lectures, labelled, 128,
+@of_parts(
+    "factors-lectures", "which mark a student gives a lecture", "adamw-0.999", "one-cycle", 1e-3,
+    _Lectures, labelled, size=128,
 )  # fmt: skip
 def _lectures() -> Parts:
     rows = _table("lme4/InstEval")
@@ -441,11 +388,9 @@ def _visited(model: nn.Module, batch: Batch) -> Tensor:
     return -(ways + r * F.logsigmoid(odds) + y * F.logsigmoid(-odds))
 
 
-@finite(
-    "negbin-visits",
-    ("how often a person sees a doctor, a negative binomial", "lion", "wsd", 1e-4),
-    lambda: mlp(9, 64, 64, 2, of=nn.GELU),
-    _visited, 32,
+@of_parts(
+    "negbin-visits", "how often a person sees a doctor, a negative binomial", "lion", "wsd", 1e-4,
+    lambda: mlp(9, 64, 64, 2, of=nn.GELU), _visited, size=32,
 )  # fmt: skip
 def _visits() -> Parts:
     """Rows of equal inputs, as most of a person's are, are on one side."""
@@ -477,10 +422,9 @@ class _Titles(nn.Module):
         return self.layers(torch.cat([F.relu(self.far(x)).amax(2), numbers], 1))
 
 
-@finite(
-    "charcnn-titles",
-    ("genres of a film by its title", "adamw-0.95", "tenth", 1e-3),
-    _Titles, either, 32,
+@of_parts(
+    "charcnn-titles", "genres of a film by its title", "adamw-0.95", "tenth", 1e-3,
+    _Titles, either, size=32,
 )  # fmt: skip
 def _titles() -> Parts:
     """A title is on one side, however many films have it."""
@@ -534,10 +478,9 @@ def _dots(model: nn.Module, batch: Batch) -> Tensor:
     return ((model(small) - large).square() + 1e-4).sqrt().mean((1, 2, 3))
 
 
-@fresh(
-    "subpixel-photos",
-    ("a photo with twice as many dots", "sgd", "one-cycle", 0.01),
-    _Photos, _dots, 16, "photos", groups=decaying(1e-4),
+@of_draws(
+    "subpixel-photos", "a photo with twice as many dots", "sgd", "one-cycle", 0.01,
+    _Photos, _dots, key="photos", size=16, decay=1e-4,
 )  # fmt: skip
 def _cuts(g: Draw, count: int) -> Batch:
     """Columns up to 500 train, up to 570 are spared, and the others validate."""
@@ -620,10 +563,10 @@ class _Sounds(nn.Module):
         return self.head(F.relu(self.ear(x)).mean(1))
 
 
-@fresh(
+@of_draws(
     "silero-sounds",
-    ("kinds of sounds, from a voice detector's weights", "adamw-0.999", "linear", 1e-4),
-    _Sounds, labelled, 16, "sounds", 1024,
+    "kinds of sounds, from a voice detector's weights", "adamw-0.999", "linear", 1e-4,
+    _Sounds, labelled, key="sounds", held_out=1024, size=16,
 )  # fmt: skip
 def _sounds(g: Draw, count: int) -> Batch:
     """Steady, rising, falling, trembling, in pulses, dying away, hoarse, of two tones; in noise."""
@@ -668,10 +611,10 @@ class _Voices(nn.Module):
         return F.relu(self.ear(x)) @ self.head + self.bias
 
 
-@fresh(
+@of_draws(
     "lora-silero-voices",
-    ("where a voice is, low-rank adapters of the detector", "adamw-0.999", "cosine", 2e-4),
-    _Voices, either, 8, "voices", 512, NONE,
+    "where a voice is, low-rank adapters of the detector", "adamw-0.999", "cosine", 2e-4,
+    _Voices, either, key="voices", held_out=512, size=8, decay=0.0,
 )  # fmt: skip
 def _voices(g: Draw, count: int) -> Batch:
     """A voice has harmonics under three formants; a whistle goes on beside it, and noise."""
@@ -755,10 +698,10 @@ class _Crepe(nn.Module):
         return self.head(x.transpose(1, 2).flatten(1))
 
 
-@fresh(
+@of_draws(
     "crepe-pruned-pitch",
-    ("how high a sound is, from a pruned network's weights", "adamw-0.95", "wsd", 1e-4),
-    _Crepe, either, 8, "pitches", 256,
+    "how high a sound is, from a pruned network's weights", "adamw-0.95", "wsd", 1e-4,
+    _Crepe, either, key="pitches", held_out=256, size=8,
 )  # fmt: skip
 def _pitches(g: Draw, count: int) -> Batch:
     """Eight harmonics in noise, at times without the first."""
@@ -821,10 +764,9 @@ def _unphysical(model: nn.Module, batch: Batch) -> Tensor:
     return wrong.square() + begins.square() + ended.square()
 
 
-@fresh(
-    "pinn-burgers",
-    ("a solution of Burgers' equation by the equation", "adamw-0.999", "tenth", 1e-3),
-    _Burgers, _unphysical, 64, "burgers", groups=NONE,
+@of_draws(
+    "pinn-burgers", "a solution of Burgers' equation by the equation", "adamw-0.999", "tenth", 1e-3,
+    _Burgers, _unphysical, key="burgers", size=64, decay=0.0,
 )  # fmt: skip
 def _places(g: Draw, count: int) -> Batch:
     """One inside, one at the beginning, and one at an end."""
@@ -880,10 +822,9 @@ def _for_muon(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": hidden, "use_muon": True}, {"params": rest, "use_muon": False}]
 
 
-@fresh(
-    "gpt-addition",
-    ("the digits of a sum", "fused-muon", "linear", 1e-3),
-    _Addition, _added, 24, "addition", groups=_for_muon,
+@of_draws(
+    "gpt-addition", "the digits of a sum", "fused-muon", "linear", 1e-3,
+    _Addition, _added, key="addition", size=24, decay=_for_muon,
 )  # fmt: skip
 def _sums(g: Draw, count: int) -> Batch:
     """Of a pair's 16 classes 14 train, one validates, and one is spared."""

@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..problems import PROBLEMS, Batch, Problem, digits
-from ..problems.problem import drawn
+from ..problems import PROBLEMS, Batch, digits
 from .kit import (
     FAR,
     Draw,
-    Losses,
-    add,
-    decaying,
+    Examples,
+    Field,
     encoder,
     for_muon,
     labelled,
     mlp,
     rising,
     squares,
-    workload,
 )
 
-FIELD, CLASSES = "vision", 10
+FIELD, CLASSES = Field("vision"), 10
 NOISY_DIGITS = "digits with noise"
-add(PROBLEMS["cnn-digits"], (NOISY_DIGITS, "adamw-0.95", "wsd", 1e-3), FIELD)
+FIELD.known(PROBLEMS["cnn-digits"], NOISY_DIGITS, "adamw-0.95", "wsd", 1e-3)
 
 
 # -- handwritten digits: a residual network with BatchNorm, a vision transformer, an MLP-Mixer -----
@@ -106,41 +102,24 @@ class Mixer(nn.Module):
 
 
 def on_digits(
-    name: str,
-    kind: Callable[[], nn.Module],
-    decay: float,
     batch: Callable[[int, int], Batch] = digits.batch,
-    losses: Losses = digits.losses,
-    validate: Callable[[nn.Module], float] = digits.DIGITS.validate,
-) -> Problem:
-    return Problem(
-        name=name,
-        steps=1500,
-        batch_size=digits.IMAGES,
-        build=drawn(kind),
-        groups=decaying(decay),
-        batch=batch,
-        spare=lambda seed, step, number: batch(seed, FAR + number),
-        losses=losses,
-        validate=validate,
-    )
+    held_out: Callable[[], list[Batch]] = digits.held_out,
+    spare_from: int = FAR,
+) -> Examples:
+    return Examples(batch, lambda seed, step, number: batch(seed, spare_from + number), held_out)
 
 
-add(
-    on_digits("resnet-digits-sgd", ResNet, 5e-4),
-    (NOISY_DIGITS, "sgd", "cosine", 0.1),
-    FIELD,
-)
-add(
-    on_digits("vit-digits", ViT, 0.05),
-    (NOISY_DIGITS, "adamw-0.999", "cosine", 1e-3),
-    FIELD,
-)
-add(
-    on_digits("mixer-digits", Mixer, 0.01),
-    (NOISY_DIGITS, "muon", "one-cycle", 0.02),
-    FIELD,
-)
+FIELD.add(
+    "resnet-digits-sgd", NOISY_DIGITS, "sgd", "cosine", 0.1,
+    ResNet, labelled, on_digits(), decay=5e-4,
+)  # fmt: skip
+FIELD.add(
+    "vit-digits", NOISY_DIGITS, "adamw-0.999", "cosine", 1e-3,
+    ViT, labelled, on_digits(), decay=0.05,
+)  # fmt: skip
+FIELD.add(
+    "mixer-digits", NOISY_DIGITS, "muon", "one-cycle", 0.02, Mixer, labelled, on_digits()
+)  # fmt: skip
 
 
 # -- handwritten digits: weights of one bit, straight-through gradients (arXiv 1602.02830) ---------
@@ -162,13 +141,10 @@ def _binary_cnn() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, CLASSES))
 
 
-add(
-    replace(
-        digits.DIGITS, name="binary-cnn-digits", build=drawn(_binary_cnn), groups=decaying(1e-4)
-    ),
-    ("digits with noise, one-bit weights", "sgd", "cosine", 0.1),
-    FIELD,
-)
+FIELD.add(
+    "binary-cnn-digits", "digits with noise, one-bit weights", "sgd", "cosine", 0.1,
+    _binary_cnn, labelled, on_digits(spare_from=digits.STEPS), decay=1e-4, steps=digits.STEPS,
+)  # fmt: skip
 
 
 # -- convolutions: which of sixteen strokes is drawn on 12 x 12 dots, under noise ------------------
@@ -199,15 +175,13 @@ def _templates(alphabet: str) -> Tensor:
 FIRST_STROKES = ("letters", "first")
 
 
-@workload(
-    "cnn-strokes-rising-noise",
-    ("strokes under ever more noise", "adamw-0.999", "cosine", 1e-3),
-    stroke_cnn, labelled, FIELD, key=FIRST_STROKES, decay=0.0, varies=rising(0.0, 0.3, 0.7, 1.0),
+@FIELD.workload(
+    "cnn-strokes-rising-noise", "strokes under ever more noise", "adamw-0.999", "cosine", 1e-3,
+    stroke_cnn, labelled, key=FIRST_STROKES, decay=0.0, varies=rising(0.0, 0.3, 0.7, 1.0),
 )  # fmt: skip
-@workload(
-    "cnn-strokes",
-    ("strokes under noise", "sgd", "one-cycle", 0.1),
-    stroke_cnn, labelled, FIELD, key=FIRST_STROKES,
+@FIELD.workload(
+    "cnn-strokes", "strokes under noise", "sgd", "one-cycle", 0.1,
+    stroke_cnn, labelled, key=FIRST_STROKES,
 )  # fmt: skip
 def strokes(g: Draw, count: int, noise: float = 0.7) -> Batch:
     """The second part of the key says which alphabet they are from."""
@@ -246,10 +220,9 @@ def _pixel_losses(model: nn.Module, batch: Batch) -> Tensor:
     return labelled(model, batch).mean((1, 2))
 
 
-@workload(
-    "unet-shapes",
-    ("segmentation of discs and bars", "sgd", "linear", 0.1),
-    UNet, _pixel_losses, FIELD, key="shapes", size=16, decay=5e-4,
+@FIELD.workload(
+    "unet-shapes", "segmentation of discs and bars", "sgd", "linear", 0.1,
+    UNet, _pixel_losses, key="shapes", size=16, decay=5e-4,
 )  # fmt: skip
 def _shapes(g: Draw, count: int) -> Batch:
     y, x = torch.meshgrid(torch.arange(SHAPE_SIDE), torch.arange(SHAPE_SIDE), indexing="ij")
@@ -274,10 +247,9 @@ def _texture_cnn() -> nn.Module:
     )  # fmt: skip
 
 
-@workload(
-    "cnn-textures",
-    ("20 % of the labels random, seen 5 times", "sgd", "one-cycle", 0.1),
-    _texture_cnn, labelled, FIELD, key="gratings", decay=5e-4, epochs=5,
+@FIELD.workload(
+    "cnn-textures", "20 % of the labels random, seen 5 times", "sgd", "one-cycle", 0.1,
+    _texture_cnn, labelled, key="gratings", decay=5e-4, epochs=5,
 )  # fmt: skip
 def _textures(g: Draw, count: int) -> Batch:
     """Each texture has two waves, of random phase and contrast."""
@@ -315,10 +287,9 @@ class _FlowNet(nn.Module):
         return self.layers(alike[:, 0] / PICTURE_SIDE)
 
 
-@workload(
-    "flownet-shifts",
-    ("how far a picture has moved", "fused-muon", "linear", 1e-3),
-    _FlowNet, labelled, FIELD, key="moved", size=16, decay=for_muon,
+@FIELD.workload(
+    "flownet-shifts", "how far a picture has moved", "fused-muon", "linear", 1e-3,
+    _FlowNet, labelled, key="moved", size=16, decay=for_muon,
 )  # fmt: skip
 def _shifted(g: Draw, count: int) -> Batch:
     """Two parts of a smooth scene; each has its own noise and brightness."""
@@ -362,10 +333,9 @@ def _spots() -> tuple[Tensor, Tensor, Tensor]:
     return 2 * g.rand(SPOTS, 2) - 1, 0.05 + 0.2 * g.rand(SPOTS), g.randn(SPOTS)
 
 
-@workload(
-    "siren-picture",
-    ("brightness at coordinates", "adamw-0.999", "linear", 1e-3),
-    Siren, squares, FIELD, key="painted", size=128, decay=0.0,
+@FIELD.workload(
+    "siren-picture", "brightness at coordinates", "adamw-0.999", "linear", 1e-3,
+    Siren, squares, key="painted", size=128, decay=0.0,
 )  # fmt: skip
 def _picture(g: Draw, count: int) -> Batch:
     at, size, light = _spots()
@@ -400,10 +370,9 @@ def _colour_losses(model: nn.Module, batch: Batch) -> Tensor:
     return squares(model, batch).sum(1)
 
 
-@workload(
-    "fourier-mlp-picture",
-    ("colours at coordinates", "fused-muon", "linear", 1e-3),
-    _FourierMLP, _colour_losses, FIELD, key="coordinates", size=128, decay=for_muon,
+@FIELD.workload(
+    "fourier-mlp-picture", "colours at coordinates", "fused-muon", "linear", 1e-3,
+    _FourierMLP, _colour_losses, key="coordinates", size=128, decay=for_muon,
 )  # fmt: skip
 def _coloured_places(g: Draw, count: int) -> Batch:
     place = g.rand(count, 2)

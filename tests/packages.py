@@ -1,8 +1,8 @@
-"""The rooms of hdet, what each imports, and their lines: `python -m benchmarks.rooms [--write]`.
+"""The packages of hdet, what each imports, and their lines: `python -m tests.packages [--write]`.
 
-A room is a package of `hdet/`, or a module beside the packages. A room stands above all that it
-imports, so the drawing has no arrow up unless there is a circle, which is an error. ``--write``
-puts the drawing into docs/design.md; tests/test_rooms.py compares the two.
+A module of `hdet/` beside the packages counts as one. A package stands above all that it imports,
+so the drawing has no arrow up unless there is a circle, which is an error. ``--write`` puts the
+drawing into docs/design.md; tests/test_rooms.py compares the two.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 HDET, PAGE = ROOT / "hdet", ROOT / "docs" / "design.md"
-BEGIN, END = "<!-- rooms -->\n", "<!-- end of rooms -->"
+BEGIN, END = "<!-- packages -->\n", "<!-- end of packages -->"
 LAZY = "__init__"
-"""`hdet/__init__.py` loads a name's module when the name is asked for, so any room may read it."""
+"""`hdet/__init__.py` loads a name's module when that is asked for, so any package may read it."""
 
 
 def module_of(path: Path) -> str:
@@ -54,40 +54,42 @@ def imports_of(module: str) -> Iterator[str]:
                     yield inner if inner in sources() else ".".join(base) or LAZY
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     return module.split(".")[0]
 
 
 @cache
-def imports_by_room() -> dict[str, set[str]]:
-    """The rooms that each room imports."""
-    found: dict[str, set[str]] = {room_of(m): set() for m in sources() if room_of(m) != LAZY}
+def imports_by_package() -> dict[str, set[str]]:
+    """The packages that each package imports."""
+    found: dict[str, set[str]] = {package_of(m): set() for m in sources() if package_of(m) != LAZY}
     found.pop("__main__")
     for module in sources():
-        if room_of(module) in found:
-            others = {room_of(other) for other in imports_of(module)}
-            found[room_of(module)] |= (others & found.keys()) - {room_of(module)}
+        if package_of(module) in found:
+            others = {package_of(other) for other in imports_of(module)}
+            found[package_of(module)] |= (others & found.keys()) - {package_of(module)}
     return found
 
 
 def floors() -> list[list[str]]:
-    """Rooms by height, the ground first. Raises graphlib.CycleError for rooms in a circle."""
+    """Packages by height, the ground first. Raises graphlib.CycleError for packages in a circle."""
     height: dict[str, int] = {}
-    for room in TopologicalSorter(imports_by_room()).static_order():
-        height[room] = 1 + max((height[other] for other in imports_by_room()[room]), default=-1)
-    return [sorted(r for r in height if height[r] == n) for n in range(max(height.values()) + 1)]
+    for package in TopologicalSorter(imports_by_package()).static_order():
+        height[package] = 1 + max(
+            (height[other] for other in imports_by_package()[package]), default=-1
+        )
+    return [sorted(p for p in height if height[p] == n) for n in range(max(height.values()) + 1)]
 
 
-def lines_of(room: str) -> int:
-    paths = [path for module, (path, _) in sources().items() if room_of(module) == room]
+def lines_of(package: str) -> int:
+    paths = [path for module, (path, _) in sources().items() if package_of(module) == package]
     return sum(len(path.read_text("utf-8").splitlines()) for path in paths)
 
 
 def drawing() -> str:
     """A table in Markdown, the upper floors first."""
     rows = ["| floor | packages |", "|---|---|"]
-    for number, rooms in reversed(list(enumerate(floors()))):
-        rows.append(f"| {number} | {', '.join(f'`{room}`' for room in rooms)} |")
+    for number, packages in reversed(list(enumerate(floors()))):
+        rows.append(f"| {number} | {', '.join(f'`{one}`' for one in packages)} |")
     return "\n".join(rows) + "\n"
 
 
@@ -104,9 +106,9 @@ def main() -> None:
     if parser.parse_args().write:
         PAGE.write_text(page_with_drawing(), "utf-8")
     print(drawing())
-    for room, others in sorted(imports_by_room().items()):
+    for package, others in sorted(imports_by_package().items()):
         imported = ", ".join(sorted(others)) or "nothing"
-        print(f"{room}, {lines_of(room)} lines, imports {imported}")
+        print(f"{package}, {lines_of(package)} lines, imports {imported}")
 
 
 if __name__ == "__main__":

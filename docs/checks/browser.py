@@ -1,6 +1,6 @@
 """A page as a reader sees it: headless Chromium, by its DevTools protocol over two pipes.
 
-python -m tests.browser PAGE PICTURE [WIDTH]    a screenshot of a whole page
+python -m docs.checks.browser PAGE PICTURE [WIDTH]    a screenshot of a whole page
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The machinery of benchmarks.layouts, converge and controller: what is averaged and counted, the
-fit, and whether the cost model counts what the code does. No figure is judged here."""
+"""The machinery of benchmarks.averages and overhead: what is averaged and counted, the fit, and
+whether the cost model counts what the code does. No figure is judged here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hdet
-from benchmarks import controller, converge, harness, layouts
+from benchmarks import averages, harness, overhead
 from benchmarks import scaling as cost
 from benchmarks.scaling import Job, Link, Traffic
 
@@ -22,12 +22,12 @@ WIDTHS = (16, 24)
 def agree(rank: int, world_size: int) -> list[str]:
     """Names of layouts and sides whose tensors are not the mean over this rank's peers."""
     wrong = []
-    for layout, build in layouts.LAYOUTS.items():
+    for layout, build in averages.LAYOUTS.items():
         torch.manual_seed(rank)
         tensors, replicas = build(WIDTHS[0])
         for tensor in tensors:
             tensor.normal_()  # DDP has made them alike
-        sides = layouts.sides(tensors, replicas)
+        sides = averages.sides_of(tensors, replicas)
         rows = torch.zeros(replicas.count, sum(t.numel() for t in tensors))
         rows[replicas.index] = torch.cat([t.reshape(-1) for t in tensors])
         torch.distributed.all_reduce(rows, group=replicas.peer_group)
@@ -47,12 +47,11 @@ def test_every_side_of_every_layout_averages_its_peers() -> None:
 def test_layouts_print_write_and_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_four = lambda *_: run_ranks(layouts.measure, 4, WIDTHS, 1)[0]
-    monkeypatch.setattr(layouts, "spawn", on_four)
+    on_four = lambda *_: run_ranks(averages.of_layouts, 4, WIDTHS, 1)[0]
+    monkeypatch.setattr(averages, "spawn", on_four)
     path = tmp_path / "lines.jsonl"
-    layouts.main(["--quick", "--json", str(path)])
-    # the 2 of --quick, though 4 ran
-    assert "HSDP, 2 processes, 2 replicas: 32 tensors" in capsys.readouterr().out
+    averages.main(["layouts", "--quick", "--processes", "4", "--json", str(path)])
+    assert "HSDP, 4 processes, 2 replicas: 32 tensors" in capsys.readouterr().out
     records = [json.loads(line) for line in path.read_text().splitlines()]
     expected = []
     for width in WIDTHS:  # 4 layers in fp32, of 4 vectors and 12 squares
@@ -69,14 +68,14 @@ def test_layouts_print_write_and_fit(
             assert row["sent"] == pytest.approx(ring / record["replicas"] * record["bytes"])
             assert row["calls"] == row["messages"] / ring == (32 if side == "per parameter" else 1)
             assert row["ratio"] > 0 and row["median_ms"] >= row["best_ms"] > 0
-    layouts.main(["--fit", str(path)])
+    averages.main(["--fit", str(path)])
     out = capsys.readouterr().out
     assert "floor: alpha " in out and "ours: alpha " in out and "not fitted: 4 points" in out
 
 
 def test_a_fit_finds_latency_and_bandwidth() -> None:
     sent = [(2, 1e5), (6, 1e5), (2, 1e7)]
-    link = layouts.fit(layouts.Point(Traffic(m, s), m * 1e-4 + s / 2e9, 1.0) for m, s in sent)
+    link = averages.fit([(Traffic(m, s), m * 1e-4 + s / 2e9) for m, s in sent])
     assert (link.latency, link.bandwidth) == pytest.approx((1e-4, 2e9))
 
 
@@ -93,7 +92,7 @@ def count(rank: int, world_size: int) -> dict[str, tuple[int, float]]:
     }  # fmt: skip
     found = {}
     for name, way in ways.items():
-        cycle = converge.cycle_of(way, [SIZE] * TENSORS, 2 * BUCKET)  # in two, in turn
+        cycle = averages.cycle_of(way, [SIZE] * TENSORS, 2 * BUCKET)  # in two, in turn
         with harness.counted() as calls:
             cycle()
         found[name] = (sum(c.messages for c in calls), sum(c.sent for c in calls))
@@ -118,8 +117,8 @@ def test_the_model_counts_what_the_code_does(ranks: int, monkeypatch: pytest.Mon
     assert run_ranks(count, ranks) == [expected] * ranks
 
 
-def test_controller(capsys: pytest.CaptureFixture[str]) -> None:
-    controller.main(["--replicas", "16", "--repeats", "2"])
+def test_a_decision_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    overhead.main(["decision", "--replicas", "16", "--repeats", "2"])
     printed = capsys.readouterr().out.splitlines()
     lines = [json.loads(line) for line in printed if line.startswith("{")]
     assert printed[4].startswith("|  | time, goal 5 ms | memory, goal 100 kB |")

@@ -1,7 +1,7 @@
 """The documents say what is so: their Python blocks run as written, names in the text exist,
 messages are those of the code.
 
-A comment in front of a block says how it runs, where one process with toys (tests/docs_toys.py) is
+A comment in front of a block says how it runs, where one process with toys (toys.py) is
 not enough:
 
     <!-- run: ranks=2 -->         on two ranks of a process group
@@ -22,15 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import hdet
+import pytest
 from docs import prose
+from tests.distributed import run_ranks, torchrun
 
-from .distributed import run_ranks, torchrun
-from .docs_toys import run, run_by_torchrun, run_on_rank
+from .toys import run, run_by_torchrun, run_on_rank
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
     r"(?:^<!-- (not )?run: ([^\n]*?) -->\n+)?^([^\S\n]*)```python\n(.*?)^\3```",
@@ -120,7 +119,7 @@ NO_EXAMPLE = {
     "Run", "Evidence", "Decision", "Plan",  # those of a controller are in Controller's example
     "Averaging", "Averager", "Task",  # docs/adding-an-average.md
     "Measurement",  # docs/adding-a-controller.md
-    "Bound", "GroupKnob",  # docs/adding-a-knob.md
+    "BoundKnob", "GroupKnob", "Meaning",  # docs/adding-a-knob.md
     "Backend", "StepTensors", "StepOptions", "StepSettings", "StepPlan", "AveragePlan",
     "CopyPlan",  # those of plans are in step_plan's, average_plan's and copy_plan's
     "ProbeRule",  # ProbeController's

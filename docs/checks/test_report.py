@@ -8,13 +8,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-
 from hdet.cli.main import main
+from tests.cli.common import write_run
 
-from ..browser import CHROMIUM, TOO_WIDE, Browser
-from ..docs_toys import run
-from ..test_docs import COMPLETE, ROOT
-from .common import write_run
+from .browser import CHROMIUM, TOO_WIDE, Browser
+from .test_pages import COMPLETE, ROOT
+from .toys import run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
 LOADED = "[...document.images].filter(one => one.checkVisibility() && one.naturalWidth > 0).length"
@@ -25,7 +24,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of README's program, as it stands there, with a log."""
     folder = tmp_path_factory.mktemp("runs") / "first"
     history = f"hdet.logging.History({str(folder / 'history.jsonl')!r})"
-    source = COMPLETE[0].source.replace("controller=auto)", f"controller=auto, log={history})")
+    source = COMPLETE[0].source.replace("search=auto)", f"search=auto, log={history})")
     run(source, "README.md")
     assert main(["report", str(folder), "--html", str(folder / "page.html")]) == 0
     return folder / "page.html"

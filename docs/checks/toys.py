@@ -12,13 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import hdet
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
-
-import hdet
 
 
 def batches(count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

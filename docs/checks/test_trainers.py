@@ -1,20 +1,31 @@
-"""The pages on trainers: their blocks run as written, with toys for what is the reader's."""
+"""The pages on trainers: their blocks run as written, with toys for what is the reader's, and the
+examples that they show find a rate."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from functools import partial
+from io import StringIO
 from typing import Any
 
 import pytest
 import torch
+from tests.integrations.frameworks import (
+    Text,
+    accelerate_reset,
+    correction_in,
+    example,
+    launched,
+    llama,
+    needs,
+)
 from torch import nn
 
-from ..docs_toys import run
-from ..test_docs import PAGES, Block, blocks
-from .frameworks import Text, accelerate_reset, example, llama, needs
+from .test_pages import PAGES, Block, blocks
+from .toys import run
 
 needs(
     "transformers", "accelerate", "lightning", "trl", "tensorboard", "torchtitan", "megatron.core"
@@ -114,12 +125,76 @@ TOYS: list[Callable[[str], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+class Cosine:
+    """The part of timm's CosineLRScheduler that the example uses, in updates: timm asks for
+    torchvision, whose wheels fit one build of torch."""
+
+    def __init__(
+        self, optimizer: Any, t_initial: int, warmup_t: int, warmup_lr_init: float, **others: Any
+    ) -> None:
+        self.groups, self.length = optimizer.param_groups, t_initial
+        self.warmup, self.low = warmup_t, warmup_lr_init
+        for group in self.groups:  # as timm's base class does
+            group.setdefault("initial_lr", group["lr"])
+        self.peaks = [group["lr"] for group in self.groups]
+        self.step_update(0)
+
+    def step(self, epoch: int, metric: Any = None) -> None:
+        pass
+
+    def step_update(self, num_updates: int, metric: Any = None) -> None:
+        for group, peak in zip(self.groups, self.peaks, strict=True):
+            group["lr"] = peak * (1 + math.cos(math.pi * num_updates / self.length)) / 2
+            if num_updates < self.warmup:
+                group["lr"] = self.low + num_updates * (peak - self.low) / self.warmup
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def printed(name: str, *args: Any) -> float:
+    """The correction that an example finds."""
+    with redirect_stdout(StringIO()) as out:
+        example(name).main(*args)
+    return correction_in(out.getvalue())
+
+
+def titan() -> float:
+    trainer = example("torchtitan_llama").tiny_hdet(60, 1).build()
+    trainer.train()
+    return trainer.ensemble.corrections["lr"]
+
+
+def of_megatron() -> float:
+    from tests.integrations.test_megatron import on_megatron
+
+    return on_megatron(printed, 1, "megatron_gpt", 60)[0]
+
+
+EXAMPLES: dict[str, tuple[Callable[[], float], float]] = {
+    "hf_trainer": (lambda: printed("hf_trainer", 60), 1),
+    "trl_lora": (lambda: example("trl_lora").main(100).ensemble.corrections["lr"], 2),
+    "accelerate_loop": (lambda: printed("accelerate_loop", 200), 2),
+    "lightning_module": (lambda: printed("lightning_module", 100), 2),
+    "timm_scheduler": (lambda: printed("timm_scheduler", Cosine), 2),
+    "torchtitan_llama": (lambda: launched(titan, 1)[0], 1),
+    "megatron_gpt": (of_megatron, 1),
+}
+
+
 def test_the_pages_show_the_examples() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in TRAINERS)
-    assert re.findall(r'^--8<-- "examples/(\w+)\.py"$', text, re.MULTILINE) == [
-        "hf_trainer", "trl_lora", "accelerate_loop", "lightning_module", "timm_scheduler",
-        "torchtitan_llama", "megatron_gpt",
-    ]  # fmt: skip
+    assert re.findall(r'^--8<-- "examples/(\w+)\.py"$', text, re.MULTILINE) == [*EXAMPLES]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_finds_a_rate(name: str) -> None:
+    find, least = EXAMPLES[name]
+    with accelerate_reset():
+        assert find() >= least
 
 
 @pytest.mark.parametrize(

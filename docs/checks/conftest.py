@@ -1,0 +1,3 @@
+"""What every test gets, as in tests/."""
+
+from tests.conftest import one_thread  # noqa: F401
