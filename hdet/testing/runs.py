@@ -90,8 +90,7 @@ class Loop:
 
 
 def run_on_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
-    """``function(*args)`` in new processes with a gloo group; results by rank. All must pickle: a
-    function at the top of a module."""
+    """``function(*args)`` in new processes with a gloo group; results by rank. All must pickle."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(world, spawn) as pool:
         calls = [pool.submit(_on_rank, folder, r, world, function, args) for r in range(world)]
