@@ -65,7 +65,8 @@ class AveragingContract:
                 _check_mean(one[end], two[end], self.error)
 
     def test_converge_gives_the_mean_now_and_nothing_is_kept_back(self) -> None:
-        _check_mean(*self._reports()["converged"], 1e-6)
+        one, two = self._reports()["converged"]
+        _check_mean(one, two, 1e-6)
         assert self._reports()["in sync"] == [True, True]
 
     def test_a_replica_that_is_lost_adds_nothing_and_takes_the_average(self) -> None:
