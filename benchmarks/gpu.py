@@ -16,7 +16,6 @@ out. --dry-run goes the same way on a CPU with small tensors, and collects tests
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shutil
@@ -30,6 +29,8 @@ from types import MappingProxyType
 from typing import IO, NamedTuple
 
 import torch
+
+from .harness import parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 GRACE = 15.0
@@ -65,9 +66,8 @@ def plan(folder: Path, dry: bool) -> Iterator[Step]:
     if not dry:
         yield Step("build", 150, ["-m", "benchmarks.build"], {"HDET_CUDA": "1"})
     for backend in backends:
-        yield Step(
-            f"formats-{backend}", 60, [*kernels, "formats", "small", *where, "--backend", backend]
-        )
+        of = ["formats", "small", *where, "--backend", backend]
+        yield Step(f"formats-{backend}", 60, [*kernels, *of])
     size = ["--width", "32", "--blocks", "1"] if dry else ["--width", "768", "--tokens", "50257"]
     yield Step("muon", 45, [*muon, "step", *where, *size])
     yield Step("host", 30, [*kernels, "host", "buckets", *where])
@@ -122,9 +122,8 @@ def run_bounded(command: Sequence[str], log: IO[bytes], seconds: float, **enviro
     try:
         process.wait(GRACE)
     except subprocess.TimeoutExpired:
-        log.write(
-            f"process {process.pid} hangs, in the driver perhaps, and was left behind\n".encode()
-        )
+        hangs = f"process {process.pid} hangs, in the driver perhaps"
+        log.write(f"{hangs}, and was left behind\n".encode())
     return 1
 
 
@@ -146,10 +145,8 @@ def run(steps: Sequence[Step], folder: Path, minutes: float) -> list[str]:
             status = run_bounded(command, log, left, **step.environment)
         told = path.read_text(errors="replace").splitlines()[-1:]
         took = time.monotonic() - began
-        print(
-            f"{step.name}: {'done' if status == 0 else 'FAILED'} in {took:.0f} s; {told}",
-            flush=True,
-        )
+        how = "done" if status == 0 else "FAILED"
+        print(f"{step.name}: {how} in {took:.0f} s; {told}", flush=True)
         bad += [step.name] if status else []
         if status and step.name == "build":
             return [*bad, "everything that needs the build"]
@@ -157,13 +154,10 @@ def run(steps: Sequence[Step], folder: Path, minutes: float) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--minutes", type=float, default=9.0, help="for all steps together")
-    parser.add_argument(
-        "--results", type=Path, default=ROOT / "benchmarks/results/gpu", metavar="FOLDER"
-    )
+    usual = ROOT / "benchmarks/results/gpu"
+    parser.add_argument("--results", type=Path, default=usual, metavar="FOLDER")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="names of steps")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, with small tensors")
     options = parser.parse_args(arguments)

@@ -220,10 +220,8 @@ def compare(
     seconds = machine.seconds(candidates, max(1, (1 << 20) // max(1, elements)))
     median = {one: float(np.median(times)) for one, times in seconds.items()}
     traffic = bytes_per_parameter * elements
-    gb_s, copy_gb_s = (
-        traffic / median.get("alone", median["hdet"]) / 1e9,
-        8 * copied / median["copy"] / 1e9,
-    )
+    gb_s = traffic / median.get("alone", median["hdet"]) / 1e9
+    copy_gb_s = 8 * copied / median["copy"] / 1e9
     l2 = torch.cuda.get_device_properties(0).L2_cache_size if machine.is_gpu else 0
     machine.say(
         operation=operation,
@@ -446,16 +444,12 @@ def average(machine: Machine, count: int = 8) -> None:
                 for tensor in tensors:
                     tensor.copy_(mean)
 
-        compare(
-            machine, f"average of {count}", name, shapes, mean, stacked, 8 * count, **notes
-        )  # fmt: skip
+        operation = f"average of {count}"
+        compare(machine, operation, name, shapes, mean, stacked, 8 * count, **notes)
         del ours, theirs, plan, mean, stacked
     for name, shapes, notes in machine.shapes(10):
-        params, bucket, other = (
-            machine.randn(shapes, BF16),
-            machine.zeros(shapes),
-            machine.zeros(shapes),
-        )
+        params = machine.randn(shapes, BF16)
+        bucket, other = (machine.zeros(shapes) for _ in range(2))
         copies = kernels.copy_plan(params, bucket, backend=machine.backend)
 
         def scaled(params: list[Tensor] = params, other: list[Tensor] = other) -> None:
@@ -469,12 +463,8 @@ def average(machine: Machine, count: int = 8) -> None:
 def buckets(machine: Machine) -> None:
     """bf16 parameters, a group of one: what packing, unpacking and collectives cost by
     themselves."""
-    dist.init_process_group(
-        "nccl" if machine.is_gpu else "gloo",
-        init_method=f"file://{tempfile.mkdtemp()}/store",
-        rank=0,
-        world_size=1,
-    )
+    wire, store = "nccl" if machine.is_gpu else "gloo", f"file://{tempfile.mkdtemp()}/store"
+    dist.init_process_group(wire, init_method=store, rank=0, world_size=1)
     shapes = [(4096, 4096)] * 60 if machine.is_gpu else [(64, 64)] * 4
     params = machine.randn(shapes, BF16)
     # A Replicas of one has nobody to average with, and would do nothing.
@@ -571,8 +561,6 @@ SECTIONS: dict[str, Callable[[Machine], None]] = {
     "replicas": replicas, "average": average,
 }  # fmt: skip
 """The most telling first."""
-ONCE = ("host", "buckets")
-"""What no backend but the native one is asked for."""
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

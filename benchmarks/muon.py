@@ -15,8 +15,7 @@ directions   relative distances |O - exact| / |exact|, Frobenius; "steep": singu
 ways         Newton-Schulz in two types, step by step and two steps at a time on X X^T, and with the
              coefficients of Polar Express; without the host on CUDA. "predicted": what decides:
              if float16 is as fast and as near as that, it becomes the default on GPUs
-products     on CUDA: halves of symmetric products of GPT-2 124M in tiles of several kinds, beside
-             torch's whole ones
+products     on CUDA: halves of symmetric products of GPT-2 124M beside torch's whole ones
 """
 
 from __future__ import annotations
@@ -184,10 +183,6 @@ def ways(machine: Machine, width: int, blocks: int, tokens: int) -> None:
                 )
 
 
-KINDS = [(128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 4)]
-"""rows of a tile, depth, warps, stages"""
-
-
 def operands() -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """(name, what is multiplied with its transpose, what is added)."""
     side = 768
@@ -213,16 +208,10 @@ def products(machine: Machine, width: int, blocks: int, tokens: int) -> None:
     def ours(x: Tensor, added: Tensor | None) -> Tensor:
         return symmetric_products.product(x, x, added, 1.5, 0.5)
 
-    def say(way: Callable[[Tensor, Tensor | None], Tensor], **kind: Any) -> None:
-        calls = {name: partial(way, x, added) for name, x, added in operands()}
-        ms = {name: _ms(machine.seconds({"it": call})["it"]) for name, call in calls.items()}
-        machine.say(section="products", **kind, ms=ms)
-
-    say(in_torch, way="torch")
-    for tile, depth, warps, stages in KINDS:
-        options = {"num_warps": warps, "num_stages": stages}
-        with mock.patch.multiple(symmetric_products, BLOCK=tile, DEPTH=depth, _OPTIONS=options):
-            say(ours, way="pointers", tile=tile, depth=depth, warps=warps, stages=stages)
+    for way, call in {"torch": in_torch, "hdet": ours}.items():
+        calls = {name: partial(call, x, added) for name, x, added in operands()}
+        ms = {name: _ms(machine.seconds({"it": run})["it"]) for name, run in calls.items()}
+        machine.say(operation=f"symmetric products, {way}", shapes="of GPT-2 124M", ms=ms)
 
 
 SECTIONS = {"directions": directions, "step": step, "ways": ways, "products": products}

@@ -170,8 +170,10 @@ class Cycle:
     The schedule stays at its peak, where every vote counts."""
 
     def __init__(self, controller: str, replicas: int, knobs: int) -> None:
-        specs, clock = [Value(f"lr/{k}", 0.3) for k in range(knobs)], Clock(1, total_steps=10**6)
-        self.engine = Engine(specs, replicas, clock, CONTROLLERS[controller]())
+        values, clock = [Value(f"lr/{k}", 0.3) for k in range(knobs)], Clock(1, total_steps=10**6)
+        for value in values:
+            value.simulated = [(1.0, 1e-3)]
+        self.engine = Engine(values, replicas, clock, CONTROLLERS[controller]())
         # loss, weight, mark; ranks that saw the probe, its losses, their digest
         width = 3 + 1 + CHUNKS + 1 if controller == "probe" else 3
         generator = torch.Generator().manual_seed(0)

@@ -11,7 +11,6 @@ averages K co-resident replicas. --formats all: each format in turn.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 import hdet
 
+from .harness import parser_of
 from .kernels import FORMATS
 
 WIDTH = {"gpt2": 768, "small": 64}
@@ -45,14 +45,8 @@ def prepare(
         param.grad = torch.randn_like(param)
     if mode == "step" and replicas == 1:
         return optimizer.step
-    if dist.is_initialized():
-        ensemble = hdet.Ensemble(optimizer, sync=hdet.Sync(1 << 30))
-    else:
-        ensemble = hdet.Ensemble(
-            optimizer,
-            replicas=hdet.CoresidentReplicas(model, max(2, replicas)),
-            sync=hdet.Sync(1 << 30),
-        )
+    together = None if dist.is_initialized() else hdet.CoresidentReplicas(model, max(2, replicas))
+    ensemble = hdet.Ensemble(optimizer, replicas=together, sync=hdet.Sync(1 << 30))
     if mode == "step":
         return optimizer.step
 
@@ -82,22 +76,15 @@ def profile(call: Callable[[], object], calls: int, on_gpu: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("mode", choices=["step", "converge"])
     parser.add_argument("--shapes", default="gpt2", choices=list(WIDTH))
     parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument(
-        "--formats",
-        default="float32",
-        choices=[*FORMATS, "all"],
-        help="of parameters, masters and moments",
-    )
+    stored = "of parameters, masters and moments"
+    parser.add_argument("--formats", default="float32", choices=[*FORMATS, "all"], help=stored)
     parser.add_argument("--calls", type=int, default=10)
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"]
-    )
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=here, choices=["cpu", "cuda"])
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo")
@@ -108,9 +95,8 @@ def main() -> None:
     for name in usual if arguments.formats == "all" else [arguments.formats]:
         dtype, options = FORMATS[name].dtype, FORMATS[name].options
         model = blocks(WIDTH[arguments.shapes]).to(arguments.device, dtype)
-        profile(
-            prepare(arguments.mode, model, arguments.replicas, options), arguments.calls, on_gpu
-        )
+        call = prepare(arguments.mode, model, arguments.replicas, options)
+        profile(call, arguments.calls, on_gpu)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,33 +1,29 @@
 """The quality that matters: does a run from a wrong learning rate end as if it had been right?
 
     python -m benchmarks.quality [--seeds 0 1 2] [--grid 3e-3 1e-2 3e-2] [--starts 3e-4 1e-2 3e-2
-                                 1e-1] [--controllers probe] [--set steps=2000 spread=0.3 ...]
-                                 [--json FILE] [--table FILE ...]
+        1e-1] [--controllers probe] [--set steps=2000 spread=0.3 ...] [--json FILE] [--table FILE]
 
 Every start is trained by examples.bytes with the fixed schedule and with each controller: same
 steps, batches and seeds, four gloo processes. ``--grid`` adds fixed runs that look for the best
 rate. Results are JSON lines, one per run; runs already in ``--json`` with the same settings are not
-repeated, so an interrupted benchmark goes on. At the end, and with ``--table`` from files alone:
+repeated, so an interrupted benchmark goes on. At the end, and with ``--table`` from a file alone:
 
-    recovered = (fixed(start) - hdet(start)) / (fixed(start) - best fixed on the grid)       goal:
-    >= 85 % from 3e-4 loss at the best rate = hdet(best) - fixed(best)
-    goal: <= 0.03 nats per byte
+    recovered = (fixed(start) - hdet(start)) / (fixed(start) - best fixed on the grid); the goal is
+    85 % from 3e-4. Loss at the best rate = hdet(best) - fixed(best); at most 0.03 nats per byte
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-from .harness import emit
-from .tables import table
+from .harness import emit, parser_of
+from .tables import grouped, read, table
 
 ROOT = Path(__file__).resolve().parents[1]
 REPLICAS = 4
@@ -36,24 +32,18 @@ DEFAULTS = {"steps": 2000, "batch_size": 8, "sync_interval": 50, "spread": 0.3, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
+    parser.set_defaults(json="benchmarks/results/quality.jsonl")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--grid", type=float, nargs="*", default=[3e-3, 1e-2, 3e-2])
     parser.add_argument("--starts", type=float, nargs="*", default=[3e-4, 1e-2, 3e-2, 1e-1])
     parser.add_argument("--controllers", nargs="*", default=["probe"])
-    parser.add_argument(
-        "--set", nargs="*", default=[], metavar="NAME=VALUE", help=f"of {', '.join(DEFAULTS)}"
-    )
-    parser.add_argument("--json", default="benchmarks/results/quality.jsonl")
-    parser.add_argument(
-        "--table", nargs="+", metavar="FILE", help="only print the table of these result files"
-    )
+    of = f"of {', '.join(DEFAULTS)}"
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help=of)
+    parser.add_argument("--table", metavar="FILE", help="only print the table of this file")
     options = parser.parse_args()
     if options.table:
-        lines = [line for name in options.table for line in Path(name).read_text().splitlines()]
-        print(printed(list(map(json.loads, lines))), end="")
+        print(printed(read(options.table)), end="")
         return
     extra = {
         name: float(value) if "." in value else int(value)
@@ -68,42 +58,24 @@ def main() -> None:
         for controller in ("fixed", *options.controllers)
         for lr in (starts if controller == "fixed" else options.starts)
     ]
-    path = Path(options.json)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    keys = [_key(record["config"]) for record in done]
+    done = {_key(record["config"]): record for record in read(options.json)}
     for config in wanted:
-        if _key(config) not in keys:
-            done.append(run(config, options.json))
-    wanted_keys = list(map(_key, wanted))
-    shown = [record for record in done if _key(record["config"]) in wanted_keys]
-    print(printed(shown), end="")
+        if _key(config) not in done:
+            done[_key(config)] = run(config, options.json)
+    print(printed([done[key] for key in dict.fromkeys(map(_key, wanted))]), end="")
 
 
 def run(config: dict[str, Any], path: str) -> dict[str, Any]:
     """Train once; returns (and appends to ``path``) the end of the run with the settings and where
     the rate went."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={REPLICAS}",
-        "-m",
-        "examples.bytes",
-    ]
-    given = [
-        f"--{name.replace('_', '-')}={value}" for name, value in config.items() if value is not None
-    ]
+    given = [f"--{k.replace('_', '-')}={v}" for k, v in config.items() if v is not None]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "run")
-        subprocess.run(
-            [*command, *given, "--device=cpu", f"--out={out}"],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            check=True,
-        )
-        events = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={REPLICAS}"]
+        job = ["-m", "examples.bytes", *given, "--device=cpu", f"--out={out}"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, *torchrun, *job], cwd=ROOT, env=environment, check=True)
+        events = read(out / "history.jsonl")
     validation = [event["loss"] for event in events if event["event"] == "validation"]
     cycles = [event for event in events if event["event"] == "cycle"]
     record = {
@@ -129,26 +101,21 @@ def _controller(config: dict[str, Any]) -> str:
 def _key(config: dict[str, Any]) -> tuple[Any, ...]:
     # A fixed run has no controller: settings of the exploration do not distinguish it.
     names = ("steps", "batch_size") if _controller(config) == "fixed" else DEFAULTS
-    return (
-        _controller(config),
-        config["max_lr"],
-        config["seed"],
-        *(config.get(name, DEFAULTS[name]) for name in names),
-    )
+    settings = [config.get(name, DEFAULTS[name]) for name in names]
+    return (_controller(config), config["max_lr"], config["seed"], *settings)
 
 
 def printed(records: list[dict[str, Any]]) -> str:
     """A table of means over seeds, with the range where there are several."""
-    losses: dict[tuple[str, float], list[float]] = {}
-    ends: dict[tuple[str, float], list[float]] = {}
-    for record in records:
-        config, corrections = record["config"], record["corrections"]
-        cell = _controller(config), config["max_lr"]
-        losses.setdefault(cell, []).append(record["validation"])
-        if corrections:
-            ends.setdefault(cell, []).append(config["max_lr"] * corrections[-1])
-    mean = {cell: statistics.mean(values) for cell, values in losses.items()}
-    best = min((lr for column, lr in mean if column == "fixed"), key=lambda lr: mean["fixed", lr])
+    cells = [
+        {"of": _controller(x["config"]), "lr": x["config"]["max_lr"], "loss": x["validation"],
+         "end": x["config"]["max_lr"] * [1.0, *x["corrections"]][-1]}
+        for x in records
+    ]  # fmt: skip
+    found = grouped(cells, "of", "lr")
+    losses = {cell: [line["loss"] for line in lines] for cell, lines in found.items()}
+    means = {cell: mean(values) for cell, values in losses.items()}
+    best = min((lr for column, lr in means if column == "fixed"), key=lambda lr: means["fixed", lr])
     controllers = sorted({column for column, _ in losses} - {"fixed"})
     heads, rows = ["start max_lr", "fixed OneCycle"], []
     for c in controllers:
@@ -156,15 +123,15 @@ def printed(records: list[dict[str, Any]]) -> str:
     for lr in sorted({lr for _, lr in losses}):
         shown = f"{lr:g}" + (" (best)" if lr == best else "")
         rows.append([shown, _range(losses.get(("fixed", lr), []))])
-        for controller in controllers:
-            cell = controller, lr
+        for cell in ((controller, lr) for controller in controllers):
             if cell not in losses:
                 rows[-1] += [""] * 4
                 continue
-            gap = mean["fixed", lr] - mean["fixed", best]
-            gained = mean["fixed", lr] - mean[cell]
+            gap = means["fixed", lr] - means["fixed", best]
+            gained = means["fixed", lr] - means[cell]
             recovered = f"{100 * gained / gap:.0f} %" if gap > 0.02 else "-"
-            went = f"{min(ends[cell]):.2g} ... {max(ends[cell]):.2g}"
+            ends = [line["end"] for line in found[cell]]
+            went = f"{min(ends):.2g} ... {max(ends):.2g}"
             rows[-1] += [_range(losses[cell]), f"{-gained:+.3f}", recovered, went]
     return table(heads, rows)
 
@@ -173,7 +140,7 @@ def _range(values: list[float]) -> str:
     if not values:
         return ""
     ends = f" ({min(values):.3f} ... {max(values):.3f})" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.3f}{ends}"
+    return f"{mean(values):.3f}{ends}"
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 
 from hdet.replicas.topology import WIDTH
 
+from .harness import parser_of
 from .tables import spaced
 
 INT8_BYTES = 1 + 4 / 256
@@ -134,9 +135,8 @@ class Job:
             if isinstance(value, (int, float)) and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value!r}: it must be a positive number")
         if self.replicas < 2:
-            raise ValueError(
-                "replicas is 1: it must be at least 2, one alone has nobody to be averaged with"
-            )
+            why = "it must be at least 2, one alone has nobody to be averaged with"
+            raise ValueError(f"replicas is 1: {why}")
 
     @property
     def own(self) -> float:
@@ -237,11 +237,8 @@ def _exact_local(job: Job) -> Way:
 def gradients(job: Job) -> Traffic:
     """One step's all-reduce of shared gradients between the replicas, as plain data-parallel
     training pays it; with local gradients none."""
-    return _in_buckets(
-        job.own * job.gradient_bytes,
-        job,
-        lambda bucket: all_reduce(bucket, job.replicas, job.between_replicas),
-    )
+    ring = lambda bucket: all_reduce(bucket, job.replicas, job.between_replicas)
+    return _in_buckets(job.own * job.gradient_bytes, job, ring)
 
 
 # -- the controller --------------------------------------------------------------------------------
@@ -257,7 +254,7 @@ def statistics(job: Job, chunks: int = 0) -> tuple[int, float]:
 
 def controller_seconds(replicas: int, knobs: int = 1) -> float:
     """Of one cycle on every rank, with a probe of 8 chunks, the statistics' way into Python
-    included: measured at 1 024 replicas (benchmarks.controller), linear in both."""
+    included: measured at 1 024 replicas (benchmarks.overhead), linear in both."""
     return replicas * (2.0e-6 + 1.2e-6 * knobs)
 
 
@@ -272,12 +269,10 @@ def controller_bytes(replicas: int, knobs: int = 1) -> int:
 
 def lines(job: Job, knobs: int = 1, chunks: int = 8) -> Iterator[str]:
     """What averaging costs the job."""
-    ranks = job.replicas * job.shards
-    yield (
-        f"{spaced(job.replicas)} replicas of {spaced(job.shards)} rank{'s' * (job.shards > 1)} "
-        f"({spaced(ranks)} ranks, {job.ranks_per_node} a node); "
-        f"{_power(job.parameters)} parameters, {_power(job.own)} a rank"
-    )
+    many = f"{spaced(job.replicas)} replicas of {spaced(job.shards)} rank{'s' * (job.shards > 1)}"
+    ranks = f"{spaced(job.replicas * job.shards)} ranks, {job.ranks_per_node} a node"
+    parameters = f"{_power(job.parameters)} parameters, {_power(job.own)} a rank"
+    yield f"{many} ({ranks}); {parameters}"
     yield (
         f"averaged at {job.value_bytes:g} bytes every {spaced(job.interval)} steps of "
         f"{_seconds(job.step_seconds)}, in collectives of {_bytes(job.bucket_bytes)}"
@@ -287,21 +282,16 @@ def lines(job: Job, knobs: int = 1, chunks: int = 8) -> Iterator[str]:
         f"{_bytes(job.memory_bandwidth)}/s"
     )
     if 16 * job.own > 80e9:
-        yield (
-            f"note: a rank would hold {_bytes(16 * job.own)} (16 bytes a parameter): divide the "
-            "replica with --shards"
-        )
+        held = f"{_bytes(16 * job.own)} (16 bytes a parameter)"
+        yield f"note: a rank would hold {held}: divide the replica with --shards"
     yield ""
-    yield (
-        f"{'way of averaging':<24}{'sent a rank':>12}{'between nodes':>15}{'a cycle':>10}"
-        f"{'longest':>10}{'of the run':>12}{'+ memory':>10}"
-    )
+    row = "{:<24}{:>12}{:>15}{:>10}{:>10}{:>12}{:>10}".format
+    yield row("way of averaging", "sent a rank", "between nodes", "a cycle", "longest",
+              "of the run", "+ memory")  # fmt: skip
     for way in ways(job):
-        yield (
-            f"{way.name:<24}{_bytes(way.sent):>12}{_bytes(way.sent_across):>15}"
-            f"{_seconds(way.seconds):>10}{_seconds(way.pause):>10}{_percent(way.share):>12}"
-            f"{_bytes(way.memory):>10}"
-        )
+        sent, times = map(_bytes, (way.sent, way.sent_across)), (way.seconds, way.pause)
+        shares = _percent(way.share), _bytes(way.memory)
+        yield row(way.name, *sent, *map(_seconds, times), *shares)
     yield ""
     traffic = gradients(job)
     seconds = job.between_replicas.seconds(traffic)
@@ -310,24 +300,18 @@ def lines(job: Job, knobs: int = 1, chunks: int = 8) -> Iterator[str]:
         "step, mostly behind the backward pass; local none"
     )
     if seconds > job.step_seconds:
-        yield (
-            f"  note: that alone is longer than a step of {_seconds(job.step_seconds)}: see "
-            "--step-seconds"
-        )
+        step = _seconds(job.step_seconds)
+        yield f"  note: that alone is longer than a step of {step}: see --step-seconds"
     plain = job.own * job.value_bytes / (job.own * job.gradient_bytes * job.interval)
     yield f"  plain converge / shared gradients: {_percent(plain)} of the bytes"
     size, seconds = statistics(job)
     probed, longer = statistics(job, chunks)
     more = f"; with a probe of {chunks} mini-batches {_bytes(probed)}, {_seconds(longer)}"
-    yield (
-        f"statistics: {_bytes(size)} over all ranks, {_seconds(seconds)} a cycle"
-        + (more if chunks else "")
-    )
-    yield (
-        f"controller: {_seconds(controller_seconds(job.replicas, knobs))} a cycle on every "
-        f"rank, {_bytes(controller_bytes(job.replicas, knobs))} kept "
-        f"({knobs} knob{'s' * (knobs > 1)})"
-    )
+    plainly = f"statistics: {_bytes(size)} over all ranks, {_seconds(seconds)} a cycle"
+    yield plainly + (more if chunks else "")
+    took = f"{_seconds(controller_seconds(job.replicas, knobs))} a cycle on every rank"
+    kept = f"{_bytes(controller_bytes(job.replicas, knobs))} kept"
+    yield f"controller: {took}, {kept} ({knobs} knob{'s' * (knobs > 1)})"
 
 
 def _wire(link: Link) -> str:
@@ -350,17 +334,12 @@ def _scaled(value: float, units: tuple[tuple[float, str], ...]) -> str:
 
 def _three(value: float) -> str:
     """Three digits, and never an exponent."""
-    return (
-        f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
-    )
+    return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
 
 
 def _bytes(value: float) -> str:
-    return (
-        "0"
-        if value == 0
-        else _scaled(value, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")))
-    )
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
+    return "0" if value == 0 else _scaled(value, units)
 
 
 def _seconds(value: float) -> str:
@@ -394,9 +373,7 @@ HELP = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, writes=False)
     usual = Job(4, 10**9)
 
     def add(name: str, default: Any, text: str) -> None:

@@ -1,6 +1,6 @@
 """What the site's build does beside MkDocs: the version in the header, figures such
-as 10 000 on one line, and a look at README's links into docs/, which must lead
-somewhere, anchors included."""
+as 10 000 on one line, the messages of refusals, and a look at README's links into
+docs/, which must lead somewhere, anchors included."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 from mkdocs.exceptions import PluginError
 
+from docs.messages import listed
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -18,6 +20,10 @@ def on_config(config: Any) -> Any:
     [version] = re.findall(r'^__version__ = "(.*)"', text, re.MULTILINE)
     config["site_name"] = f"hdet {version}"
     return config
+
+
+def on_page_markdown(markdown: str, **kwargs: Any) -> str:
+    return markdown.replace("<!-- messages -->", listed())
 
 
 def on_page_content(html: str, **kwargs: Any) -> str:

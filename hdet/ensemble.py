@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +15,7 @@ from .core.controller import Controller
 from .core.divergence import Divergence
 from .core.plan import Decision
 from .core.schema import MAPPING, loaded, optional, read
+from .core.validate import warn
 from .knobs import Knob
 from .logging import CycleRecord
 from .optim.snapshot import in_train_mode, is_schedule_free
@@ -151,7 +151,7 @@ class Ensemble:
             weight: of it, such as its tokens, >= 0.
             replica: whose it is; None: this process's, or that of the co-resident one in ``use``.
         """
-        self._cycles.losses[self.replicas.place(replica)].add(loss, weight)
+        self._cycles.losses[self.replicas.slot(replica)].add(loss, weight)
 
     def step(
         self, loss: torch.Tensor | float | None = None, closure: Closure | None = None
@@ -183,7 +183,7 @@ class Ensemble:
             refuse_eval_mode(self.optimizer)
         schedule.check_unwritten()
         if loss is not None:
-            cycles.losses[self.replicas.place(None)].add(loss)
+            cycles.losses[self.replicas.slot(None)].add(loss)
         if not self._agreement.reached:
             self._agree()
         stepped, ends = self._fan_out.take_stepped(), False
@@ -259,7 +259,7 @@ class Ensemble:
                 "which replica explores? Call explore() inside `with replicas.use(k):`"
             )
         self._schedule.check_unwritten()
-        with self._fan_out.exploring(self.replicas.place(None), lambda knob: True):
+        with self._fan_out.exploring(self.replicas.slot(None), lambda knob: True):
             self._cycles.has_explored = True
             yield
 
@@ -403,10 +403,9 @@ class Ensemble:
         self._cycles.check_at_rest("state_dict")
         self._schedule.check_unwritten()
         if self._cycles.can_part and self._cycles.has_begun and not self.in_sync:
-            warnings.warn(
+            warn(
                 "saving in the middle of a cycle: this replica's parameters are not the average; "
                 "call converge() on all ranks first",
-                stacklevel=2,
             )
         search = self.search
         if search is not None:

@@ -180,8 +180,8 @@ class History:
         elif self.path.exists():
             _drop_later_records(self.path, resume_step)
 
-    def __call__(self, record: Mapping[str, Any], step: int) -> None:
-        self.write({"event": "cycle", "step": step, **record})
+    def __call__(self, record: CycleRecord, step: int) -> None:
+        self.write(record)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Can be read once this returns. Numbers that are not finite become null."""

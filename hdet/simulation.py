@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.utils.data import DataLoader, Dataset
 
+from .core.validate import warn
 from .knobs.cells import put
 from .tensors.eval_mode import random_states_kept
 
@@ -104,10 +105,9 @@ def simulate_rates(
 ) -> Course:
     """Of all groups. Warns where no scheduler is given, and torch has made one."""
     if scheduler is None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        warnings.warn(
+        warn(
             "a scheduler was made for this optimizer: pass it too, find_rate(..., scheduler=...) "
             "and apply(optimizer, scheduler), or its rates stay as they are",
-            stacklevel=4,
         )
     given = [] if scheduler is None else [(scheduler, 1)]
     places = [(number, "lr", None) for number in range(len(optimizer.param_groups))]

@@ -32,7 +32,6 @@ SLOW = (
     "build/",
     "adversary/",
     "faults/",
-    "examples/",
     "optim/test_dtensor.py",
     "trial/test_layouts.py",
     "trial/test_no_trace.py::test_under_ddp",
@@ -42,13 +41,11 @@ SLOW = (
     "knobs/test_forward_knobs.py::test_four_processes",
     "layouts/test_parallel.py",
     "gpu/",
-    "test_promises.py",
     "test_rooms.py",
-    "test_adding_a",
 )
 """Folders, files and tests (by how their names begin) for `make test-all`, the longest first: what
-compilers, sanitizers and interpreters prove, long trainings and searches for examples, shards of
-several processes, killed ones, documents and benchmarks; and what `make gpu` runs."""
+compilers, sanitizers and interpreters prove, long searches for examples, shards of several
+processes, killed ones, and benchmarks; and what `make gpu` runs."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

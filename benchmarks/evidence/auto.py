@@ -219,6 +219,30 @@ def table(records: Sequence[Record]) -> str:
     return markdown(heads, rows)
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--group", choices=GROUPS, help="in the place of workloads")
+    parser.add_argument("--whole", action="store_true", help="train to the end")
+    whole = "N whole runs that a seed draws"
+    parser.add_argument("--drawn", type=int, default=0, metavar="N", help=whole)
+
+
+def plan(options: argparse.Namespace) -> list[Task]:
+    if options.group:
+        options.workloads = list(GROUPS[options.group])
+    grid = [{**task, "whole": options.whole} for task in EXPERIMENT.grid(options)]
+    if options.drawn:
+        drawn = random.Random(SEED_OF_DRAW).sample(grid, min(options.drawn, len(grid)))
+        grid = [{**task, "whole": True} for task in drawn]
+    return grid
+
+
+def drawn() -> set[Any]:
+    """Keys of the runs to the end that a seed has drawn."""
+    starts = map(str, (-6, *STARTS, 6))
+    options = EXPERIMENT.parsed(["--drawn", "80", "--starts", *starts])
+    return set(map(EXPERIMENT.key, plan(options)))
+
+
 EXPERIMENT = Experiment(
     "auto", __doc__, run,
     (
@@ -229,40 +253,9 @@ EXPERIMENT = Experiment(
     ),
     table,
     same=("workload", "exponent", "seed", "steps", "level", "whole"),
+    plan=plan,
+    add_options=add_options,
 )  # fmt: skip
 
-
-def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = EXPERIMENT.parser()
-    parser.add_argument("--group", choices=GROUPS, help="in the place of workloads")
-    parser.add_argument("--whole", action="store_true", help="train to the end")
-    parser.add_argument(
-        "--drawn", type=int, default=0, metavar="N", help="N whole runs that a seed draws"
-    )
-    options = EXPERIMENT.parsed(arguments, parser)
-    if options.group:
-        options.workloads = list(GROUPS[options.group])
-    return options
-
-
-def tasks(options: argparse.Namespace) -> list[Task]:
-    grid = [{**task, "whole": options.whole} for task in EXPERIMENT.tasks(options)]
-    if options.drawn:
-        drawn = random.Random(SEED_OF_DRAW).sample(grid, min(options.drawn, len(grid)))
-        grid = [{**task, "whole": True} for task in drawn]
-    return grid
-
-
-def drawn() -> set[Any]:
-    """Keys of the runs to the end that a seed has drawn."""
-    starts = map(str, (-6, *STARTS, 6))
-    return set(map(EXPERIMENT.key, tasks(options_of(["--drawn", "80", "--starts", *starts]))))
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = options_of(arguments)
-    print(table(EXPERIMENT.complete(tasks(options), options)), end="")
-
-
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -62,6 +62,10 @@ class Experiment:
     jobs: int = 2
     same: tuple[str, ...] = ()
     """Names of what makes two runs the same run; without, all columns and the seed."""
+    plan: Callable[[argparse.Namespace], Iterable[Task]] | None = None
+    """What is run; without, `grid`."""
+    add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
+    """Of its own."""
 
     @property
     def results(self) -> str:
@@ -89,22 +93,21 @@ class Experiment:
         one_thread = "processes of one thread; 0: in this one"
         made.add_argument("--jobs", type=int, default=self.jobs, help=one_thread)
         made.add_argument("--quick", action="store_true", help="checks the machinery")
+        self.add_options(made)
         appended = f"read and appended to; default {self.results}, with --quick none"
         made.add_argument("--json", help=appended)
         return made
 
-    def parsed(
-        self, arguments: Sequence[str] | None, parser: argparse.ArgumentParser | None = None
-    ) -> argparse.Namespace:
+    def parsed(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """Of --quick: what was not said."""
-        parser = parser or self.parser()
+        parser = self.parser()
         if "--quick" in (sys.argv if arguments is None else arguments):
             parser.set_defaults(**{one.plural: one.quick for one in self.columns}, seeds=1)
         options = parser.parse_args(arguments)
         options.json = options.json or (None if options.quick else self.results)
         return options
 
-    def tasks(self, options: argparse.Namespace) -> list[Task]:
+    def grid(self, options: argparse.Namespace) -> list[Task]:
         """A task for each combination, of which the last column changes the fastest."""
         names = ["seed", *(column.name for column in self.columns)]
         values = [range(options.seeds), *(getattr(options, one.plural) for one in self.columns)]
@@ -126,7 +129,8 @@ class Experiment:
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
         options = self.parsed(arguments)
-        print(self.table(self.complete(self.tasks(options), options)), end="")
+        planned = (self.plan or self.grid)(options)
+        print(self.table(self.complete(planned, options)), end="")
 
 
 def one_run(run: Callable[..., Record], name: str, task: Task) -> Record:

@@ -155,9 +155,10 @@ def _task(*of: Any) -> Task:
     return dict(zip(names, of, strict=True))
 
 
-def grid(options: argparse.Namespace, records: Sequence[Record]) -> Iterator[Task]:
+def plan(options: argparse.Namespace) -> Iterator[Task]:
     """Seed by seed, so that a benchmark that is stopped has something of everything."""
-    for task in EXPERIMENT.tasks(options):
+    records = [] if options.quick else find(options)
+    for task in EXPERIMENT.grid(options):
         problem, method, e, seed = (task[k] for k in ("problem", "method", "exponent", "seed"))
         if seed < 3 or problem != "gpt-python":
             steps, known = QUICK, METHODS[method].start
@@ -242,14 +243,9 @@ EXPERIMENT = Experiment(
     tables,
     seeds=5,
     same=("benchmark", "problem", "method", "seed", "steps", "rate"),
+    plan=plan,
 )  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = EXPERIMENT.parsed(arguments)
-    found = [] if options.quick else find(options)
-    print(tables(EXPERIMENT.complete(grid(options, found), options)), end="")
-
-
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

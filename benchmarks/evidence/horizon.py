@@ -78,10 +78,10 @@ class Corrected(hdet.ProbeController):
         return decisions
 
 
-def tasks(options: argparse.Namespace) -> Iterator[Task]:
+def plan(options: argparse.Namespace) -> Iterator[Task]:
     """The fixed schedule has no interval."""
     known = hero.EXPERIMENT.read()
-    for task in EXPERIMENT.tasks(options):
+    for task in EXPERIMENT.grid(options):
         if (task["method"] == FIXED) == (task["interval"] == 0):
             problem = PROBLEMS[task["problem"]]
             best = hero.best_rate(known, problem.name, hero.FIXED, problem.steps)
@@ -121,13 +121,9 @@ EXPERIMENT = Experiment(
     table,
     seeds=3,
     same=("problem", "method", "interval", "seed", "steps", "rate"),
+    plan=plan,
 )  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = EXPERIMENT.parsed(arguments)
-    print(table(EXPERIMENT.complete(tasks(options), options)), end="")
-
-
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

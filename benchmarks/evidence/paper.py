@@ -19,7 +19,9 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -226,20 +228,14 @@ def average_(models: Sequence[nn.Module]) -> None:
 def search(options: argparse.Namespace) -> list[Task]:
     """For the baseline's best rate, on other seeds than those of the table."""
     seeds, rates = (FIND_SEEDS[:1], FIND[2:4]) if options.quick else (FIND_SEEDS, FIND)
-    return [
-        _task("paper-find", "baseline", 1.0, rate, seed, options)
-        for seed in seeds
-        for rate in rates
-    ]
+    cells = product(rates, seeds)
+    return [_task("paper-find", "baseline", 1.0, *cell, quick=options.quick) for cell in cells]
 
 
-def _task(
-    benchmark: str, method: str, factor: float, rate: float, seed: int, options: argparse.Namespace
-) -> Task:
-    return {
-        "benchmark": benchmark, "problem": PROBLEM.name, "method": method, "factor": factor,
-        "rate": rate, "seed": seed, "steps": 40 if options.quick else STEPS,
-    }  # fmt: skip
+def _task(*of: Any, quick: bool) -> Task:
+    names = ("benchmark", "method", "factor", "rate", "seed")
+    length = {"problem": PROBLEM.name, "steps": 40 if quick else STEPS}
+    return {**dict(zip(names, of, strict=True)), **length}
 
 
 def best_rate(records: Sequence[Record]) -> float:
@@ -253,12 +249,14 @@ def best_rate(records: Sequence[Record]) -> float:
     return min(by_rate, key=loss)
 
 
-def grid(options: argparse.Namespace, best: float) -> Iterator[Task]:
+def plan(options: argparse.Namespace) -> Iterator[Task]:
     """Seed by seed, so that a benchmark that is stopped has something of everything."""
-    for task in EXPERIMENT.tasks(options):
+    best = best_rate(EXPERIMENT.complete(search(options), options))
+    for task in EXPERIMENT.grid(options):
         method, factor = task["method"], task["factor"]
         if factor >= 1 or method == "baseline":
-            yield _task("paper", method, factor, best * factor, task["seed"], options)
+            of = method, factor, best * factor, task["seed"]
+            yield _task("paper", *of, quick=options.quick)
 
 
 def table(records: Sequence[Record]) -> str:
@@ -286,14 +284,9 @@ EXPERIMENT = Experiment(
     table,
     seeds=10,
     same=("benchmark", "method", "seed", "steps", "rate"),
+    plan=plan,
 )  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = EXPERIMENT.parsed(arguments)
-    best = best_rate(EXPERIMENT.complete(search(options), options))
-    print(table(EXPERIMENT.complete(grid(options, best), options)), end="")
-
-
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

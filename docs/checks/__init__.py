@@ -1,1 +1,1 @@
-"""The documents say what is so; `make test-all` runs these after tests/."""
+"""The documents and the examples say what is so; `make test-all` runs these after tests/."""

@@ -43,7 +43,7 @@ class Cosines(Measurement):
                 total += torch.stack([g @ d, g @ g, d @ d])
         return total
 
-    def measure(self, cycle: int, place: int = 0) -> torch.Tensor | None:
+    def measure(self, cycle: int, slot: int = 0) -> torch.Tensor | None:
         return torch.cat(self.products) if self.products else None
 
     def split(self, rows: Any) -> list[list[float]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections import ChainMap
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..core.validate import whole
+from ..core.validate import warn, whole
 from ..optim.masters import REPLICA_KEYS
 from ..tensors.dtensor import is_sharded, like
 from . import folder as folders
@@ -72,10 +71,9 @@ def save(
         _write(final, state, step, keep, together)
     newest = folders.latest(root) if together.place == 0 else final
     if newest != final:
-        warnings.warn(
+        warn(
             f"{str(root)!r} holds a later checkpoint than the one saved now: latest() gives "
             f"{str(newest)!r}",
-            stacklevel=2,
         )
     return final
 

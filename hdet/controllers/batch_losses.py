@@ -118,10 +118,10 @@ class BatchLosses(Measurement):
         return self._means
 
     @ranged("hdet.probe")
-    def measure(self, cycle: int, place: int = 0) -> torch.Tensor:
+    def measure(self, cycle: int, slot: int = 0) -> torch.Tensor:
         """(chunks + 2,) float64: 1 and the chunk losses at this replica's averaged weights (zeros
         where this rank sees none), then the mini-batches' digest."""
-        mean = self._rooms()[place]
+        mean = self._rooms()[slot]
         if not mean.samples:  # a cycle cut too short for a sample: the weights as they are
             mean.add()
         with eval_mode(self.model):

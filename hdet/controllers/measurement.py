@@ -46,8 +46,8 @@ class Measurement:
     def sample(self, position: int, length: int) -> None:
         """After step ``position`` (1 .. ``length``) of a cycle of ``length`` steps."""
 
-    def measure(self, cycle: int, place: int = 0) -> torch.Tensor | None:
-        """At a cycle's end: the row of local replica number ``place``, one dimension, float64, to
+    def measure(self, cycle: int, slot: int = 0) -> torch.Tensor | None:
+        """At a cycle's end: the row of local replica number ``slot``, one dimension, float64, to
         be added up over the replica's ranks; the model has its weights now. None, on all ranks
         alike: nothing to report."""
         return None

@@ -18,7 +18,6 @@ too small.)
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from ..core.controller import Controller
 from ..core.evidence import Evidence, KnobSpec
 from ..core.plan import Decision
 from ..core.schema import COUNT, FLAG, Check, list_of, number
-from ..core.validate import within
+from ..core.validate import warn, within
 from .regression import mean_and_error, slopes, unexplained
 
 __all__ = ["PROBE", "ProbeRule"]
@@ -165,13 +164,12 @@ class ProbeRule(Controller):
         ]
         if missed and not self.frozen:
             self.looks = [ENOUGH if k in missed else count for k, count in enumerate(self.looks)]
-            warnings.warn(
+            warn(
                 f"the schedule of {', '.join(evidence.knobs[k] for k in missed)} has fallen below "
                 f"{END:.0%} of its peak before the controller {self.name!r} has decided twice "
                 f"near it, which it does once in {evidence.sync_interval} steps: it rests from now "
                 "on. Make cycles shorter, sync=hdet.Sync(...), so that two or more end between "
                 f"{BEGIN:.0%} of the peak on the way up and {END:.0%} on the way down",
-                stacklevel=2,
             )
 
     def _errors_of_replicas(self, multipliers: Any, probes: Any) -> tuple[list[float], bool]:

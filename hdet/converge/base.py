@@ -70,8 +70,8 @@ class Averager:
     """Averages the tensors of a `Task`: plainly, unless a subclass does otherwise (Eq. 3).
 
     All ranks call the same methods in the same order. What communicates, and when, is a pure
-    function of the arguments. ``weights``: w_r of all N replicas, summing to 1. A replica of
-    weight 0 contributes nothing, not even a NaN, and takes the average like the others.
+    function of the arguments. ``shares``: w_r of all N replicas, summing to 1. A replica of
+    share 0 contributes nothing, not even a NaN, and takes the average like the others.
     """
 
     companions: ClassVar[int] = 0
@@ -88,15 +88,15 @@ class Averager:
     def on_cycle_start(self) -> None:
         """Before the first step after an average, a start or a load. No communication."""
 
-    def end_cycle(self, weights: Sequence[float]) -> list[str]:
+    def end_cycle(self, shares: Sequence[float]) -> list[str]:
         """After the last step of a cycle. Returns notes for the record."""
-        self._average_plainly(weights)
+        self._average_plainly(shares)
         return []
 
-    def complete(self, weights: Sequence[float]) -> None:
+    def complete(self, shares: Sequence[float]) -> None:
         """Average now, in full and exactly. Afterwards it is `idle`: what was kept back is
         forgotten."""
-        self._average_plainly(weights)
+        self._average_plainly(shares)
         self._forget()
 
     def mean(self) -> list[torch.Tensor] | None:
@@ -119,8 +119,8 @@ class Averager:
         self._hooks = []
         self._forget()
 
-    def _average_plainly(self, weights: Sequence[float]) -> None:
-        self._plain.average(self.task.replicas, weights)
+    def _average_plainly(self, shares: Sequence[float]) -> None:
+        self._plain.average(self.task.replicas, shares)
 
     def _forget(self) -> None:
         """Drop what is kept back."""

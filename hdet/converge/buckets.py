@@ -70,7 +70,7 @@ def parts_of(tensors: Sequence[torch.Tensor], masters: Masters) -> list[Part]:
 def average_tensors(
     tensors: Sequence[torch.Tensor],
     replicas: Replicas,
-    weights: Sequence[float] | None = None,
+    shares: Sequence[float] | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> None:
     """Replace every tensor by its weighted mean over the replicas, in place (Eq. 3).
@@ -81,7 +81,7 @@ def average_tensors(
     Args:
         tensors: the same ones in the same order on every replica; a DTensor stands for its shard.
         replicas: who takes part.
-        weights: w_r of all N replicas, summing to 1; default 1/N each. A replica of weight 0
+        shares: w_r of all N replicas, summing to 1; default 1/N each. A replica of share 0
             contributes nothing, not even a NaN, and takes the mean like the others.
         bucket_bytes: upper bound of the extra memory.
 
@@ -92,7 +92,7 @@ def average_tensors(
     parts = [Part(tensor) for tensor in local_parts(tensors)]
     for i, part in enumerate(parts):
         check_averageable(part.tensor, f"tensor {i}")
-    Buckets(lambda: parts, bucket_bytes, in_place=True).average(replicas, weights)
+    Buckets(lambda: parts, bucket_bytes, in_place=True).average(replicas, shares)
 
 
 def check_averageable(tensor: torch.Tensor, name: str) -> None:
@@ -132,9 +132,9 @@ class Filling:
         self._way_out = kernels.copy_plan(views, tensors, masters=masters, backend=backend)
         self._versioned = [t for t in tensors if not t.is_inference()]
 
-    def pack(self, weight: float = 1.0) -> torch.Tensor:
-        """Write weight * values into ``flat``, and return it; weight 0 writes zeros."""
-        self._way_in.copy(weight)
+    def pack(self, share: float = 1.0) -> torch.Tensor:
+        """Write share * values into ``flat``, and return it; share 0 writes zeros."""
+        self._way_in.copy(share)
         self._end.zero_()
         return self.flat
 
@@ -179,17 +179,17 @@ class Buckets:
         """Memory held since the first plan."""
 
     @torch.no_grad()
-    def average(self, replicas: Replicas, weights: Sequence[float] | None = None) -> None:
+    def average(self, replicas: Replicas, shares: Sequence[float] | None = None) -> None:
         """Replace all parts by their mean over the replicas, as `average_tensors` does."""
         group = replicas.peer_group
         if group is None:
             return
-        weight = 1 / replicas.count if weights is None else float(weights[replicas.index])
+        share = 1 / replicas.count if shares is None else float(shares[replicas.index])
         fillings = self.plan()
-        pending = [(part, start_weighted_sum(part.value, weight, group)) for part in self._large]
+        pending = [(part, start_weighted_sum(part.value, share, group)) for part in self._large]
         under_way: list[tuple[Filling, dist.Work]] = []
         for filling in fillings:
-            work = dist.all_reduce(filling.pack(weight), group=group, async_op=True)
+            work = dist.all_reduce(filling.pack(share), group=group, async_op=True)
             _unpack(under_way)  # the one before, whose bucket the next one takes
             under_way.append((filling, work))
         _unpack(under_way)

@@ -25,7 +25,7 @@ class Compressed(Averaging):
         a <- a + d,  theta_r <- a                                         bitwise equal everywhere
 
     The first average after the start, after `Ensemble.converge` and after a state is loaded is
-    plain and exact: it sets the reference. A replica of weight 0 forgets its error.
+    plain and exact: it sets the reference. A replica of share 0 forgets its error.
 
     Sends 2 (N - 1) / N * n * b bytes for n elements, b = 2 for bf16 and 1 + 4 / block for int8;
     `Plain` has b = 4. Extra memory beside a bucket: 8 + 4 / N bytes an element.
@@ -73,27 +73,27 @@ class _Compressed(Averager):
         self.idle, self._references = True, []
 
     @torch.no_grad()
-    def end_cycle(self, weights: Sequence[float]) -> list[str]:
+    def end_cycle(self, shares: Sequence[float]) -> list[str]:
         if not self._references:
-            self._average_plainly(weights)
+            self._average_plainly(shares)
             self._references = [filling.pack().clone() for filling in self._buckets.plan()]
             self._errors = [torch.zeros_like(a) for a in self._references]
-            self._chunk_errors = [torch.zeros_like(e.chunk(len(weights))[0]) for e in self._errors]
+            self._chunk_errors = [torch.zeros_like(e.chunk(len(shares))[0]) for e in self._errors]
             return []
         for i, filling in enumerate(self._buckets.plan()):
-            self._move_reference(i, filling.pack(), weights)
+            self._move_reference(i, filling.pack(), shares)
             filling.flat.copy_(self._references[i])
             filling.unpack()
         self.idle = False
         return []
 
-    def _move_reference(self, i: int, flat: torch.Tensor, weights: Sequence[float]) -> None:
+    def _move_reference(self, i: int, flat: torch.Tensor, shares: Sequence[float]) -> None:
         """By the mean displacement. ``flat``: this replica's values of filling i; used up."""
         reference, error, total = self._references[i], self._errors[i], self._chunk_errors[i]
-        codec, group, count = self._codec, self.task.replicas.peer_group, len(weights)
+        codec, group, count = self._codec, self.task.replicas.peer_group, len(shares)
         assert group is not None
         # Of a replica that is left out: nothing, so that nothing is kept back either.
-        left_out = weights[self.task.replicas.index] == 0
+        left_out = shares[self.task.replicas.index] == 0
         delta = flat.zero_() if left_out else flat.sub_(reference).add_(error)
         sent = codec.encode(delta.view(count, -1))
         codec.decode(sent, error.view(count, -1))
@@ -102,8 +102,8 @@ class _Compressed(Averager):
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         chunks = codec.decode(received, delta.view(count, -1))
-        for chunk, weight in zip(chunks, weights, strict=True):
-            total.add_(chunk, alpha=weight)
+        for chunk, share in zip(chunks, shares, strict=True):
+            total.add_(chunk, alpha=share)
         result = codec.encode(total.view(1, -1))
         total.sub_(codec.decode(result, torch.empty_like(total).view(1, -1)).view(-1))
 

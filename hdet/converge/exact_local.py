@@ -137,19 +137,19 @@ class _ExactLocal(Averager):
     def _after_load(self, _: Any) -> None:
         self._mean_is_model, self._cycles = not self._loads_mean, self._check_every
 
-    def end_cycle(self, weights: Sequence[float]) -> list[str]:
-        reason = self._why_plain(weights)
+    def end_cycle(self, shares: Sequence[float]) -> list[str]:
+        reason = self._why_plain(shares)
         if reason is None:
             self._optimizer.average_replicas([0.0, 1.0])
             self._mean_is_model = True
             return []
-        self.complete(weights)
+        self.complete(shares)
         return [f"averaged plainly: {reason}"]
 
-    def _why_plain(self, weights: Sequence[float]) -> str | None:
+    def _why_plain(self, shares: Sequence[float]) -> str | None:
         """Why the mean is not the average that this cycle wants. Communicates in some cycles."""
         self._cycles += 1
-        if len(set(weights)) > 1:
+        if len(set(shares)) > 1:
             return "the replicas' weights are not uniform"
         if (changed := _why_no_mean(self._optimizer)) is not None:
             return changed
@@ -163,8 +163,8 @@ class _ExactLocal(Averager):
         same = all(row == rows[0] for row in rows)
         return None if same else "the mean tracks of the replicas differ"
 
-    def complete(self, weights: Sequence[float]) -> None:
-        super().complete(weights)
+    def complete(self, shares: Sequence[float]) -> None:
+        super().complete(shares)
         self._mean_is_model, self._cycles = True, 0
 
     def mean(self) -> list[torch.Tensor] | None:

@@ -21,7 +21,7 @@ from .health import digest
 class Outer(Averaging):
     """Move the parameters by SGD with momentum along what the replicas have learned in a cycle.
 
-    With a the parameters at the cycle's beginning, w_r the weights of Eq. 3 and v the outer
+    With a the parameters at the cycle's beginning, w_r the shares of Eq. 3 and v the outer
     momentum, which begins at 0 (DiLoCo, Douillard et al. 2023, arXiv 2311.08105, Algorithm 1)::
 
         d = sum_r w_r (a - theta_r)
@@ -90,8 +90,8 @@ class _Outer(Averager):
     def _forget(self) -> None:
         self.idle, self._origins = True, []
 
-    def complete(self, weights: Sequence[float]) -> None:
-        self._average_plainly(weights)  # the momentum stays
+    def complete(self, shares: Sequence[float]) -> None:
+        self._average_plainly(shares)  # the momentum stays
 
     @torch.no_grad()
     def on_cycle_start(self) -> None:
@@ -120,16 +120,16 @@ class _Outer(Averager):
             }
 
     @torch.no_grad()
-    def end_cycle(self, weights: Sequence[float]) -> list[str]:
+    def end_cycle(self, shares: Sequence[float]) -> list[str]:
         if not self._origins:  # a state was loaded within the cycle, perhaps on this rank alone
             self.on_cycle_start()
         if not self._have_begun_alike():
-            self.complete(weights)
+            self.complete(shares)
             self.load_state([])
             note = "plain average instead of an outer step: replicas had not begun the cycle alike"
             return [note]
         parts = self.task.parts()
-        displacements = self._average_displacements(parts, weights)
+        displacements = self._average_displacements(parts, shares)
         for origin, displacement in zip(self._origins, displacements, strict=True):
             origin.grad = displacement
         self._sgd.step()
@@ -139,7 +139,7 @@ class _Outer(Averager):
         return []
 
     def _average_displacements(
-        self, parts: Sequence[Part], weights: Sequence[float]
+        self, parts: Sequence[Part], shares: Sequence[float]
     ) -> list[torch.Tensor]:
         """The mean of theta - a of each parameter, in the parameters' own memory where they have
         the wire's dtype. Buffers become their mean."""
@@ -147,7 +147,7 @@ class _Outer(Averager):
         displacements = [v.to(a.dtype) for v, a in zip(values, self._origins, strict=True)]
         torch._foreach_sub_(displacements, self._origins)
         self._sent[:] = [*map(Part, displacements), *parts[self._n_parameters :]]
-        self._buckets.average(self.task.replicas, weights)
+        self._buckets.average(self.task.replicas, shares)
         self._sent.clear()
         return displacements
 

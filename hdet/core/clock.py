@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
-from .validate import whole
+from .validate import warn, whole
 
 __all__ = ["Clock"]
 
@@ -26,10 +25,9 @@ class Clock:
             whole(self.total_steps, "total_steps", of="steps")
 
     def warn_of_more_steps(self) -> None:
-        warnings.warn(
+        warn(
             f"this is the step after the last one of a run with total_steps={self.total_steps}: "
             "give the Ensemble and the schedule the length that the loop has, in optimizer steps",
-            stacklevel=4,
         )
 
     def controls(self, step: int) -> bool:

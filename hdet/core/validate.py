@@ -11,6 +11,9 @@ from typing import Any
 
 __all__ = ["finite", "refuse", "warn", "whole", "within"]
 
+NOT_USERS = ("hdet", "contextlib", "torch")
+"""Packages: their lines are none of the user's."""
+
 
 def refuse(messages: Iterable[str], error: type[Exception] = ValueError) -> None:
     """Raises ``error`` with the first of them, if there is one."""
@@ -19,15 +22,11 @@ def refuse(messages: Iterable[str], error: type[Exception] = ValueError) -> None
 
 
 def warn(message: str) -> None:
-    """A UserWarning of the line that has called hdet, however deep it is called from."""
+    """A UserWarning of the user's line, however deep it is called from."""
     frame, level = inspect.currentframe(), 1
-    while frame is not None and _is_passed(frame.f_globals.get("__name__", "")):
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_USERS:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
-
-
-def _is_passed(module: str) -> bool:
-    return module.partition(".")[0] in ("hdet", "contextlib")
 
 
 def finite(value: object) -> bool:

@@ -139,13 +139,13 @@ def keeps_codes(optimizer: Optimizer) -> bool:
 # -- put back --------------------------------------------------------------------------------------
 
 
-def masters_of(optimizer: Optimizer, tensors: Sequence[torch.Tensor], place: int) -> Masters:
-    """For the local replica at that place.
+def masters_of(optimizer: Optimizer, tensors: Sequence[torch.Tensor], slot: int) -> Masters:
+    """For the local replica in that slot.
 
     Only a fused optimizer's are known: what others call a master is not read.
     """
     ask = getattr(optimizer, "masters", None)
-    return (lambda: ask(tensors, place)) if callable(ask) else (lambda: [None] * len(tensors))
+    return (lambda: ask(tensors, slot)) if callable(ask) else (lambda: [None] * len(tensors))
 
 
 @contextmanager

@@ -177,7 +177,7 @@ class CoresidentReplicas(Replicas):
     def local(self) -> Sequence[int]:
         return range(self.count)
 
-    def place(self, replica: int | None) -> int:
+    def slot(self, replica: int | None) -> int:
         if replica is not None:
             self._check_number(replica)
             return replica

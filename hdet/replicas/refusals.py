@@ -1,5 +1,5 @@
 """Training set-ups in which averaging over these replicas would mix different parameters, or has
-nothing to average: refused by name.
+nothing to average: functions that yield what is said of them.
 
 Classes are told by their names, so that nothing heavy is imported.
 """
@@ -7,7 +7,7 @@ Classes are told by their names, so that nothing heavy is imported.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,39 +50,35 @@ _WRAPPERS = {
 """Full names of classes, and what is wrong with an optimizer that is one of them."""
 
 
-def check_wrapper(optimizer: Any) -> None:
-    """Raises ValueError for an optimizer that steps shards for everybody, or that wraps the one
-    which steps."""
+def wrong_wrapper(optimizer: Any) -> Iterator[str]:
+    """Of an optimizer that steps shards for everybody, or that wraps the one which steps."""
     kinds = [f"{base.__module__}.{base.__name__}" for base in type(optimizer).__mro__]
     for pattern, problem in _WRAPPERS.items():
         if any(re.fullmatch(pattern, kind) for kind in kinds):
-            raise ValueError(f"optimizer {type(optimizer).__name__} {problem}")
+            yield f"optimizer {type(optimizer).__name__} {problem}"
 
 
-def check_sharding(
+def wrong_sharding(
     optimizer: Any,
     parameters: Sequence[torch.Tensor],
     replicas: Replicas | None,
     gradients: str,
     *,
     decides: bool = False,
-) -> None:
+) -> Iterator[str]:
     """Do these replicas each have all of these parameters, and an optimizer of their own?
-    Communicates nothing, changes nothing.
+    Communicates nothing.
 
     Args:
         parameters: the optimizer's; further tensors may follow.
         replicas: None: nobody has said who is a replica, it would be the world.
         gradients: "shared" or "local".
         decides: may a replica's loss move its values, or take its parameters back?
-
-    Raises:
-        ValueError: they do not; names the parameter or the optimizer, and the way out.
     """
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     several = (world if replicas is None else replicas.count) > 1
     if several and gradients == "shared" and isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
+        yield (
             f"optimizer {type(optimizer).__name__} runs as many backward passes in a step as the "
             "replica's rate asks for, so replicas would wait for each other for ever: use another "
             "optimizer, or gradients='local'"
@@ -90,18 +86,23 @@ def check_sharding(
     names = _names(optimizer)
     for i, parameter in enumerate(parameters):
         name = names[i] if i < len(names) else f"tensor {i}"
-        _check_not_flat(parameter, name)
-        if not (hasattr(parameter, "placements") and hasattr(parameter, "device_mesh")):
+        yield from _wrong_kind(parameter, name)
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is None or not hasattr(parameter, "placements"):
             continue
         if replicas is not None:
-            _check_alone(parameter, name, replicas, decides)
-            _check_spans(parameter, name, replicas, gradients)
+            yield from _wrong_spans(parameter, name, replicas, gradients)
         elif world > 1:
-            mesh = dims(parameter.device_mesh)
-            raise ValueError(
-                f"{name} is a DTensor over a mesh {mesh}, so a replica is not one rank of "
+            yield (
+                f"{name} is a DTensor over a mesh {dims(mesh)}, so a replica is not one rank of "
                 "the world: say who is one, replicas=Replicas.from_mesh(mesh), with replicate=() "
                 "where the whole mesh is (docs/layouts.md)"
+            )
+        if replicas and replicas.members == replicas.count == 1 < mesh.size() and decides:
+            yield (
+                f"{name} is a DTensor over a mesh {dims(mesh)}, but replicas is this process "
+                "alone: each would decide about its shards by its own loss. Say that the mesh is "
+                "one: replicas=Replicas.from_mesh(mesh, replicate=())"
             )
 
 
@@ -116,33 +117,23 @@ def _names(optimizer: Any) -> list[str]:
     return names
 
 
-def _check_not_flat(parameter: Any, name: str) -> None:
+def _wrong_kind(parameter: Any, name: str) -> Iterator[str]:
     if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
-        raise ValueError(
+        yield (
             f"{name} is flattened by FullyShardedDataParallel (FSDP1), which is not supported. "
             f"Use FSDP2: {_HSDP}"
         )
     config = getattr(getattr(parameter, "_megatron_fsdp_model", None), "ddp_config", None)
     outer = getattr(config, "outer_dp_sharding_strategy", None)
     if outer not in (None, "no_shard"):
-        raise ValueError(
+        yield (
             f"{name} is Megatron-FSDP's with outer_dp_sharding_strategy={outer!r}, which keeps one "
             "copy of the optimizer's state for all replicas: set "
             "outer_dp_sharding_strategy='no_shard'"
         )
 
 
-def _check_alone(parameter: Any, name: str, replicas: Replicas, decides: bool) -> None:
-    mesh = parameter.device_mesh
-    if replicas.members == replicas.count == 1 < mesh.size() and decides:
-        raise ValueError(
-            f"{name} is a DTensor over a mesh {dims(mesh)}, but replicas is this process alone: "
-            "each would decide about its shards by its own loss. Say that the mesh is one: "
-            "replicas=Replicas.from_mesh(mesh, replicate=())"
-        )
-
-
-def _check_spans(parameter: Any, name: str, replicas: Replicas, gradients: str) -> None:
+def _wrong_spans(parameter: Any, name: str, replicas: Replicas, gradients: str) -> Iterator[str]:
     """What lies over ranks of several replicas must be whole on each, and not be all-reduced behind
     local gradients."""
     if replicas.count == 1 or not replicas.ranks:
@@ -155,14 +146,14 @@ def _check_spans(parameter: Any, name: str, replicas: Replicas, gradients: str) 
         names = mesh.mesh_dim_names
         dim = repr(names[k]) if names else f"dimension {k}"
         if not placement.is_replicate():  # Shard, strided, Partial
-            raise ValueError(
+            yield (
                 f"{name} is sharded ({placement}) over ranks {brief(ranks)} by {dim} of the mesh "
                 f"{dims(mesh)}, which are of several replicas (this one is ranks {brief(own)}). "
                 f"Use {_HSDP}: replicate= names the dimension over which parameters are copies. Or "
                 "leave replicas out: one replica is enough for hdet.AutoLR(model)"
             )
         if gradients == "local":
-            raise ValueError(
+            yield (
                 f"{name} is replicated by {dim} of the mesh {dims(mesh)} over ranks {brief(ranks)} "
                 "of several replicas, over which its gradients would be all-reduced, but "
                 "gradients='local': shard inside a replica, fully_shard(module, "

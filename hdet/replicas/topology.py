@@ -187,7 +187,7 @@ class Replicas:
         give them."""
         return (self.index,)
 
-    def place(self, replica: int | None) -> int:
+    def slot(self, replica: int | None) -> int:
         """Where ``replica`` stands in `local`; None means the one that runs.
 
         Raises:

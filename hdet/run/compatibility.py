@@ -21,7 +21,7 @@ from ..core.validate import refuse
 from ..optim.snapshot import is_schedule_free, keeps_codes, keeps_weights
 from ..replicas import Replicas
 from ..replicas.layout import brief
-from ..replicas.refusals import check_wrapper
+from ..replicas.refusals import wrong_wrapper
 from ..tensors.buffers import ReplicaTensors
 from ..tensors.dtensor import local_parts
 from ..trial.auto import AutoLR
@@ -54,7 +54,7 @@ _KINDS = {
 def check_arguments(given: Setup) -> None:
     """Raises TypeError for an object of another kind, ValueError for a value that cannot be used;
     both name argument, value and remedy."""
-    check_wrapper(given.optimizer)  # some are no torch optimizers, and have a better message
+    refuse(wrong_wrapper(given.optimizer))  # some are no torch optimizers: a better message
     refuse(_wrong_kinds(given), TypeError)
     refuse(_wrong_values(given))
     if given.replicas is not None:

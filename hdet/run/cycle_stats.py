@@ -115,11 +115,11 @@ def local_replicas(
 ) -> list[LocalReplica]:
     """The replicas that this process holds, each with its own of ``tensors``."""
 
-    def replica(place: int) -> LocalReplica:
-        masters = masters_of(optimizer, tensors, place)
-        return LocalReplica(lambda: replicas.sets(tensors)[place], masters)
+    def replica(slot: int) -> LocalReplica:
+        masters = masters_of(optimizer, tensors, slot)
+        return LocalReplica(lambda: replicas.sets(tensors)[slot], masters)
 
-    return [replica(place) for place in range(len(replicas.local))]
+    return [replica(slot) for slot in range(len(replicas.local))]
 
 
 class CycleStats(NamedTuple):

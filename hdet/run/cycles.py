@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from ..controllers.probe_rule import PROBE
 from ..core.divergence import Verdict, judge
 from ..core.engine import CycleOutcome
+from ..core.validate import warn
 from ..logging import CycleRecord
 from ..tensors.profiling import ranged
 from ..trial.rule import RateInterval
 from .cycle_stats import CycleStats, LossMeter, Measured, gather_stats
 from .fan_out import FanOut
 from .faults import Guard
-from .history import cycle_record
 from .measurements import Measurements
 from .replica_parameters import ReplicaParameters
 from .same_run import Agreement
@@ -191,7 +193,7 @@ class Cycles:
             self.note_average()
             for r in set(range(self.replicas.count)) - set(finite):
                 note = f"replica {r} left out of the average: parameters not finite"
-                warnings.warn(f"converge: {note}", stacklevel=3)
+                warn(f"converge: {note}")
                 self.notes.append(note)
         self.reset_losses()
 
@@ -238,22 +240,34 @@ class Cycles:
             outcome = self._decide(verdict, stats, measured)
         self.note_average()
         self.schedule.write()
-        record = cycle_record(
-            self.engine, self.schedule, outcome, losses=stats.losses, scores=measured,
-            notes=self.notes, probe_ms=1e3 * (probed - started),
-            converge_ms=1e3 * (averaged - probed), searching=is_searching, **self._take_trial(),
+        trial, trial_steps = self._take_trial()
+        engine, schedule, decisions = self.engine, self.schedule, outcome.decisions
+        by_knob, probe = schedule.by_knob, measured.get(PROBE)
+        record = CycleRecord(
+            event="cycle", cycle=outcome.cycle, step=engine.step,
+            values=by_knob(schedule.base_values()), scheduled=by_knob(schedule.values()),
+            corrections=by_knob(schedule.corrections()),
+            slopes=by_knob([decision.slope for decision in decisions]),
+            errors=by_knob([decision.error for decision in decisions]),
+            t=by_knob([decision.t for decision in decisions]),
+            multipliers=by_knob(outcome.multipliers), losses=stats.losses,
+            probe=None if probe is None else [_finite_mean(row) for row in probe],
+            left_out=outcome.left_out, rolled_back=outcome.rolled_back, rollbacks=engine.rollbacks,
+            diverged_total=engine.diverged_total, probe_ms=1e3 * (probed - started),
+            converge_ms=1e3 * (averaged - probed), trial=trial, trial_steps=trial_steps,
+            searching=is_searching, notes=[*self.notes, *outcome.notes], record=asdict(outcome),
         )  # fmt: skip
         self.notes = []
         self.begin()
         return record
 
-    def _take_trial(self) -> dict[str, Any]:
-        """What the search has measured in this cycle, for its record."""
+    def _take_trial(self) -> tuple[dict[str, Any] | None, float]:
+        """What the search has measured in this cycle, for its record, and its cost in steps."""
         search = self.search
         if search is None or search.interval is None or search.interval is self._interval:
-            return {"trial": None, "trial_steps": 0.0}
+            return None, 0.0
         self._interval = search.interval
-        return {"trial": search.interval.to_dict(), "trial_steps": search.cost}
+        return search.interval.to_dict(), search.cost
 
     def _check_explored(self) -> None:
         forward = [knob for knob in self.schedule.knobs if knob.meaning.acts == "forward"]
@@ -264,15 +278,15 @@ class Cycles:
                 f"the replicas did not differ in {', '.join(knob.name for knob in forward)}: run "
                 "forward, backward and clipping inside `with ensemble.explore():`"
             )
-            warnings.warn(note, stacklevel=5)
+            warn(note)
             self.notes.append(note)
 
     @contextmanager
-    def _as_replica(self, place: int) -> Iterator[None]:
+    def _as_replica(self, slot: int) -> Iterator[None]:
         """While it is scored: the local replica's own values of the knobs that affect an
         evaluation, base values of all others."""
-        own = self.fan_out.exploring(place, lambda knob: knob.meaning.affects_eval_loss)
-        with self.replicas.use(self.replicas.local[place]), own:
+        own = self.fan_out.exploring(slot, lambda knob: knob.meaning.affects_eval_loss)
+        with self.replicas.use(self.replicas.local[slot]), own:
             yield
 
     @ranged("hdet.converge")
@@ -327,3 +341,8 @@ class Cycles:
         if self._times_device and self.parameters.device.type == "cuda":
             torch.cuda.synchronize(self.parameters.device)
         return time.perf_counter()
+
+
+def _finite_mean(values: Sequence[float]) -> float | None:
+    mean = sum(values) / len(values)
+    return mean if math.isfinite(mean) else None

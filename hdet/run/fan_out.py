@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..core.validate import warn
 from ..knobs import BoundKnob
 from ..optim.snapshot import without_hooks
 from ..tensors.dtensor import gradient_norm
@@ -171,10 +171,9 @@ class FanOut:
             what = f"ensemble.step() was called {self._steps + self._idle_calls} times,"
             but = f"but there were {self._steps} steps of the optimizer: the schedule runs ahead"
         self._is_told = True
-        warnings.warn(
+        warn(
             f"{what} {but}. Call it once after each step() of the optimizer that the Ensemble was "
             "given. (A GradScaler may skip the first steps: then all is well.)",
-            stacklevel=4,
         )
 
     @contextmanager
@@ -241,11 +240,11 @@ class FanOut:
         self._wait_for_state = hook.remove
 
     @contextmanager
-    def exploring(self, place: int, which: Callable[[BoundKnob], bool]) -> Iterator[None]:
+    def exploring(self, slot: int, which: Callable[[BoundKnob], bool]) -> Iterator[None]:
         """Inside, those of the knobs of the forward pass have the values of this process's replica
-        number ``place``."""
+        number ``slot``."""
         if self.explored is not None:
-            if self.explored != place:
+            if self.explored != slot:
                 other = self._first + self.explored
                 raise ValueError(
                     f"explore() was called inside that of replica {other}: leave it before the "
@@ -253,10 +252,10 @@ class FanOut:
                 )
             yield
             return
-        self.explored = place
+        self.explored = slot
         try:
             with ExitStack() as stack:
-                for knob, multiplier in zip(self.knobs, self.multipliers[place], strict=True):
+                for knob, multiplier in zip(self.knobs, self.multipliers[slot], strict=True):
                     if knob.meaning.acts == "forward" and which(knob):
                         stack.enter_context(knob.fanned_out(multiplier))
                 yield

@@ -1,25 +1,18 @@
-"""What is said of a run: one record of plain data a cycle, the same on every rank but for its own
-times, and lines of text."""
+"""What is said of a run: the records of its cycles, and lines of text."""
 
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable
 
 import torch.distributed as dist
 
-from ..controllers.probe_rule import PROBE
-from ..core.engine import CycleOutcome, Engine
 from ..logging import CycleRecord
-from ..schedule import Schedule
 from .setup import Setup
 
-__all__ = ["Records", "cycle_record"]
+__all__ = ["Records"]
 
 _LOG = logging.getLogger("hdet")
 
@@ -96,40 +89,3 @@ class Records:
                 tell = _LOG.warning
             tell(f"hdet, {name}: {report}")
         self._last_reports[name] = report
-
-
-def cycle_record(
-    engine: Engine,
-    schedule: Schedule,
-    outcome: CycleOutcome,
-    *,
-    losses: list[float | None],
-    scores: Mapping[str, Sequence[Sequence[float]]],
-    notes: Sequence[str],
-    probe_ms: float,
-    converge_ms: float,
-    trial: Mapping[str, Any] | None,
-    trial_steps: float,
-    searching: bool,
-) -> CycleRecord:
-    """After `Engine.close` or `Engine.roll_back`, and `Schedule.write`."""
-    by_knob, decisions = schedule.by_knob, outcome.decisions
-    return CycleRecord(
-        event="cycle", cycle=outcome.cycle, step=engine.step,
-        values=by_knob(schedule.base_values()), scheduled=by_knob(schedule.values()),
-        corrections=by_knob(schedule.corrections()),
-        slopes=by_knob([decision.slope for decision in decisions]),
-        errors=by_knob([decision.error for decision in decisions]),
-        t=by_knob([decision.t for decision in decisions]),
-        multipliers=by_knob(outcome.multipliers), losses=losses,
-        probe=[_finite_mean(row) for row in scores[PROBE]] if PROBE in scores else None,
-        left_out=outcome.left_out, rolled_back=outcome.rolled_back, rollbacks=engine.rollbacks,
-        diverged_total=engine.diverged_total, probe_ms=probe_ms, converge_ms=converge_ms,
-        trial=trial, trial_steps=trial_steps, searching=searching,
-        notes=[*notes, *outcome.notes], record=asdict(outcome),
-    )  # fmt: skip
-
-
-def _finite_mean(values: Sequence[float]) -> float | None:
-    mean = sum(values) / len(values)
-    return mean if math.isfinite(mean) else None

@@ -30,7 +30,7 @@ class Measurements:
         self._engine, self._guard, controller = run.engine, guard, run.controller
         self._all: Mapping[str, Measurement] = {} if controller is None else controller.measurements
         sets = run.replicas.sets(run.trained)
-        masters = [masters_of(run.optimizer, run.trained, place) for place in range(len(sets))]
+        masters = [masters_of(run.optimizer, run.trained, slot) for slot in range(len(sets))]
         # They are not given what holds them in turn.
         watched = Watched(run.optimizer, sets, masters, run.engine.clock)
         for measurement in self._all.values():
@@ -56,16 +56,16 @@ class Measurements:
             measurement.sample(position, position + self._steps_left)
 
     def rows(
-        self, as_replica: Callable[[int], AbstractContextManager[Any]], places: int
+        self, as_replica: Callable[[int], AbstractContextManager[Any]], slots: int
     ) -> list[dict[str, torch.Tensor]]:
-        """At the cycle's end, by local replica and measurement; ``as_replica(place)`` is put around
+        """At the cycle's end, by local replica and measurement; ``as_replica(slot)`` is put around
         what is measured of a replica."""
-        table: list[dict[str, torch.Tensor]] = [{} for _ in range(places)]
+        table: list[dict[str, torch.Tensor]] = [{} for _ in range(slots)]
         used = list(self._used())
-        for place in range(places) if used else ():
-            with self._guard("probe"), as_replica(place):
-                rows = {name: one.measure(self._engine.cycle, place) for name, one in used}
-            table[place] = {name: row for name, row in rows.items() if row is not None}
+        for slot in range(slots) if used else ():
+            with self._guard("probe"), as_replica(slot):
+                rows = {name: one.measure(self._engine.cycle, slot) for name, one in used}
+            table[slot] = {name: row for name, row in rows.items() if row is not None}
         return table
 
     def split(self, rows: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[list[float]]]:

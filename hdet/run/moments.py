@@ -102,18 +102,18 @@ class Moments:
         tensors = [entry.value for entry in entries if entry.is_tensor]
         return digest([*tensors, torch.tensor(plain, dtype=torch.float64)])[0]
 
-    def end_cycle(self, weights: Sequence[float]) -> None:
+    def end_cycle(self, shares: Sequence[float]) -> None:
         """After the parameters. All peers alike."""
-        led_astray = self.policy == "keep" and weights[self._replicas.index] == 0
+        led_astray = self.policy == "keep" and shares[self._replicas.index] == 0
         if self.are_averaged:
-            self.average(weights)
+            self.average(shares)
         elif self.policy == "reset" or led_astray:
             self.reset()
 
     @torch.no_grad()
-    def average(self, weights: Sequence[float]) -> None:
+    def average(self, shares: Sequence[float]) -> None:
         """Now. All peers alike. Numbers that are equal stay bitwise, and whole ones whole."""
-        self._buckets.average(self._replicas, weights)
+        self._buckets.average(self._replicas, shares)
         numbers = [entry for entry in _entries(self._optimizer) if entry.is_number]
         group = self._replicas.peer_group
         if not numbers or group is None:
@@ -129,7 +129,7 @@ class Moments:
         table = own.new_empty(self._replicas.count, len(own))
         all_gather(table.view(-1), own, group)
         for entry, column in zip(numbers, table.T.tolist(), strict=True):
-            counted = [(x, w) for x, w in zip(column, weights, strict=True) if w]
+            counted = [(x, w) for x, w in zip(column, shares, strict=True) if w]
             is_equal = len({x for x, _ in counted}) == 1
             mean = counted[0][0] if is_equal else sum(x * w for x, w in counted)
             if mean != column[self._replicas.index]:

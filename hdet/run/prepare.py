@@ -12,7 +12,7 @@ from ..core.evidence import Run
 from ..core.validate import refuse, warn, whole
 from ..knobs import LearningRate, bind_all, check_disjoint
 from ..replicas import Replicas
-from ..replicas.refusals import check_sharding
+from ..replicas.refusals import wrong_sharding
 from ..schedule import Schedule
 from . import compatibility as rules
 from .mistakes import find_lost_state
@@ -36,7 +36,7 @@ def prepare(given: Setup) -> Setup:
     check_tied(sync.tied, tensors)
     replicas = Replicas.of_shards(tensors) if given.replicas is None else given.replicas
     decides = run.moves_values or divergence.rollback is not None
-    check_sharding(optimizer, tensors, replicas, sync.gradients, decides=decides)
+    refuse(wrong_sharding(optimizer, tensors, replicas, sync.gradients, decides=decides))
     replicas = Replicas.default() if replicas is None else replicas
     if replicas.count > 1:
         rules.check_averaged(tensors)

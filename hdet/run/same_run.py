@@ -4,7 +4,6 @@ averages would be nonsense."""
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from .. import __version__ as version
 from ..converge import digest as digest_of_tensors
 from ..core.controller import Controller
+from ..core.validate import warn
 from ..optim.schedule_free import COUNTED
 from ..replicas.agreement import compare, digest
 from ..tensors.dtensor import local_parts
@@ -106,11 +106,10 @@ class Agreement:
                 "DistributedDataParallel or all-reduce them, or pass gradients='local'"
             )
         if gradients == "local" and len(set(norms)) == 1:
-            warnings.warn(
+            warn(
                 "gradients='local', but the first step's gradients are the same on all replicas: "
                 "under DistributedDataParallel run the backward pass inside no_sync(), and give "
                 "each replica batches of its own",
-                stacklevel=4,
             )
 
     def _of_everyone(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -12,7 +11,7 @@ from torch import nn
 
 from ..core.evidence import Run
 from ..core.schema import COUNT, FLAG, MAPPING, list_of, number, optional, read
-from ..core.validate import within
+from ..core.validate import warn, within
 from ..optim.snapshot import Snapshot
 from .arms import Arms, Gradients
 from .best_weights import BestWeights
@@ -238,11 +237,10 @@ class AutoLR:
     def note_save(self) -> None:
         """Warns if a run that is resumed from here is another one."""
         if self._steps is not None:
-            warnings.warn(
+            warn(
                 "saved during AutoLR's search: a run that is resumed from here searches again, "
                 f"from these weights, and is another run; save after its first {STEPS + SCORES} "
                 "steps for one that goes on bitwise",
-                stacklevel=3,
             )
 
     def held_off(self, what: str) -> AbstractContextManager[None]:
@@ -338,8 +336,7 @@ class AutoLR:
         if self.best_weights is not None and checked["best"] is not None:
             self.best_weights.load_state(checked["best"])
         if not self.done and self._run is not None:
-            warnings.warn(
+            warn(
                 "AutoLR: the checkpoint was saved during the search, which begins again with the "
                 "weights that were loaded",
-                stacklevel=2,
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.validate import warn
 from ..optim.snapshot import keeps_weights
 from ..tensors.buffers import BufferCopies, Copy
 from .searched import Searched
@@ -114,11 +114,10 @@ class BestWeights:
         loss, step, steps = state
         self._steps = int(steps)
         if step:
-            warnings.warn(
+            warn(
                 f"val_batches: the best weights so far (held-out loss {loss:.4g} at step {step:g}) "
                 "are not in the checkpoint. restore_best_weights() gives the best ones after step "
                 f"{steps:g}, and returns their loss, which may be higher",
-                stacklevel=3,
             )
 
     def __str__(self) -> str:

@@ -68,7 +68,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
 
 COMMANDS: dict[str, tuple[Any, list[str], list[str]]] = {
     "fixed_rates": (fixed_rates.EXPERIMENT.main, [], [SMALL]),
-    "auto": (auto.main, ["--workloads", SMALL, "--starts", "-4"],
+    "auto": (auto.EXPERIMENT.main, ["--workloads", SMALL, "--starts", "-4"],
         ["| workload | steps | start |", '"factor"']),
     "first_tries": (first_tries.EXPERIMENT.main, ["--workloads", "table-mlp"], ["| table-mlp | ",
         "of 1 starts that end more than 20 % from the best, 1 end within 10 %"]),
@@ -79,7 +79,7 @@ COMMANDS: dict[str, tuple[Any, list[str], list[str]]] = {
     "several": (several.EXPERIMENT.main, [], [f"| {SMALL} | 0 | hdet |", "lr 0.001, beta2 0."]),
     "scoreboard": (scoreboard.EXPERIMENT.main, [],
         ["| workload | adamw | autolr |", "| *mean* | "]),
-    "horizon": (horizon.main, ["--exponents", "0", "--intervals", "0.2", "0.5"],
+    "horizon": (horizon.EXPERIMENT.main, ["--exponents", "0", "--intervals", "0.2", "0.5"],
         ["| cycle | cnn-digits: averaged | cnn-digits: last |", "| 50 % of the run |"]),
 }  # fmt: skip
 
@@ -108,21 +108,21 @@ def test_a_search_chooses_by_other_batches_than_it_is_judged_by() -> None:
 
 def test_paper_looks_for_the_best_rate_first(printed: Printed, tmp_path: Path) -> None:
     path = tmp_path / "paper.jsonl"
-    assert "| baseline |" in printed(paper.main, "--json", str(path))
+    assert "| baseline |" in printed(paper.EXPERIMENT.main, "--json", str(path))
     kinds = [json.loads(line)["benchmark"] for line in path.read_text().splitlines()]
     assert kinds == ["paper-find"] * 2 + ["paper"] * 2
 
 
 def test_hero_goes_on_where_it_stopped(printed: Printed, tmp_path: Path) -> None:
     path = tmp_path / "hero.jsonl"
-    out = printed(hero.main, "--json", str(path))
+    out = printed(hero.EXPERIMENT.main, "--json", str(path))
     assert "| onecycle | 0.01 |" in out and "| hdet-softmax | 0.01 |" in out
     whole = path.read_text().splitlines()
     lines = [json.loads(text, parse_constant=pytest.fail) for text in whole]  # no NaN
     of = [(method, e) for method in ("hdet-softmax", "onecycle") for e in (-4, 0, 4)]
     assert sorted((line["method"], line["exponent"]) for line in lines) == of
     path.write_text("\n".join(whole[:2] + whole[3:]) + "\n")
-    printed(hero.main, "--json", str(path))
+    printed(hero.EXPERIMENT.main, "--json", str(path))
     again = path.read_text().splitlines()
     assert again[:5] == whole[:2] + whole[3:] and len(again) == 6
     assert {**json.loads(again[5]), "seconds": 0} == {**lines[2], "seconds": 0}

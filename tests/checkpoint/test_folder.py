@@ -76,14 +76,6 @@ def test_going_on_from_an_older_one_warns_and_keeps_the_later_ones(tmp_path: Pat
     assert checkpoints(tmp_path) == ["step-00000004", "step-00000006", "step-00000009"]
 
 
-def test_a_step_that_was_put_aside_for_another_comes_back(tmp_path: Path) -> None:
-    run = saved(tmp_path, 2, 3)
-    # killed between the two renames that replace a step
-    (tmp_path / "step-00000002").rename(tmp_path / ".hdet-step-00000002.replaced")
-    checkpoint.save(tmp_path, run.steps(3).state, 6, keep=10)
-    assert checkpoints(tmp_path) == ["step-00000002", "step-00000003", "step-00000006"]
-
-
 def test_a_run_begins_where_nothing_is_and_continues_where_something_is(tmp_path: Path) -> None:
     run = alone().steps(3)
     before = run.facts()

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +15,12 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import hdet
 from hdet import checkpoint
-from hdet.checkpoint import CheckpointError, tensor_files
+from hdet.checkpoint import CheckpointError
 from hdet.replicas import Replicas
 
 from ..adversary.common import bits
@@ -108,48 +109,27 @@ def test_hand_made_shards_are_each_members_own(tmp_path: Path) -> None:
         assert "is not a DTensor that can be cut again: use the saved layout" in message
 
 
-class Laid(torch.Tensor):
-    """A tensor that says it lies on a mesh of these ranks."""
-
-    def to_local(self) -> torch.Tensor:
-        return self
-
-    @property
-    def _local_tensor(self) -> torch.Tensor:
-        return self.as_subclass(torch.Tensor)
-
-    def __create_chunk_list__(self) -> list[Any]:
-        return [SimpleNamespace(offsets=(0,), sizes=(2,))]
-
-    @classmethod
-    def over(cls, value: float, *ranks: int) -> Laid:
-        tensor = torch.Tensor._make_subclass(cls, torch.full((2,), float(value)))
-        tensor.device_mesh = SimpleNamespace(mesh=torch.tensor(ranks))
-        return tensor
+def stage(rank: int, world: int, root: str, loads: bool) -> float:
+    """tp 2 x pp 2: a DTensor of one name on both stages is two tensors."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    net, value = nn.Linear(4, 4, bias=False), torch.full((4, 4), 0.0 if loads else 1.0 + rank // 2)
+    net.weight = nn.Parameter(distribute_tensor(value, mesh["tp"], [Shard(0)]))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    one = {"replicas": Replicas.from_layout(tp=2, pp=2), "search": hdet.AutoLR(net)}
+    ensemble = hdet.Ensemble(optimizer, total_steps=100, **one)
+    state = checkpoint.RunState(net, ensemble)
+    if loads:
+        checkpoint.load(root, state)
+    else:
+        checkpoint.save(root, state, 1)
+    return float(net.weight.full_tensor().mean())
 
 
-def test_a_tensor_that_part_of_a_replica_holds_is_read_from_its_part() -> None:
-    """tp 2 x pp 2 x dp 2: a DTensor's name on both stages means two tensors, laid over tp each."""
-    ranks = [[0, 1, 4, 5], [2, 3, 6, 7]]
-    rows = []
-    for replica, row in enumerate(ranks):
-        for member in range(4):
-            stage = member // 2
-            own = Laid.over(stage, *row[2 * stage : 2 * stage + 2])
-            replicas = Replicas(replica, 2, ranks=ranks, member=member)
-            tensors = {"tp": own, "all": Laid.over(0, *range(8))}
-            rows.append(tensor_files.describe(tensors, replicas, lambda name: True))
-    index, _ = tensor_files.plan_files(tensor_files.find_holders(rows, 4), 8)
-    held = {name: [(c["peers"], c["holders"]) for c in chunks] for name, chunks in index.items()}
-    assert held == {
-        "tp": [((0, 1), [0, 1, 4, 5]), ((2, 3), [2, 3, 6, 7])],
-        "all": [((0, 1, 2, 3), list(range(8)))],
-    }
-    for place, peers in ((4, (0, 1)), (7, (2, 3))):
-        content = {"tensors": index, "parts": {}}
-        files = tensor_files.SavedRank(Path(), {}, content, place, 4)
-        assert [chunk["peers"] for chunk in files._chunks("tp")] == [peers]
-        assert files.is_whole("all") and not files.is_whole("tp")
+def test_a_tensor_that_part_of_a_replica_holds_is_read_from_its_part(tmp_path: Path) -> None:
+    for loads in (False, True):
+        assert run_ranks(stage, 4, str(tmp_path), loads) == [1.0, 1.0, 2.0, 2.0]
+    parts = holders(tmp_path / "step-00000001")["model.weight"]
+    assert sorted(parts) == [[0], [1], [2], [3]]
 
 
 def exported(rank: int, world: int, path: str, build: Build) -> Any:

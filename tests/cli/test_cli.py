@@ -107,7 +107,7 @@ def test_doctor_survives_what_it_finds(capsys, monkeypatch) -> None:
 def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
     history = hdet.logging.History(tmp_path / "new" / "h.jsonl")
     history.write({"event": "train", "losses": [1.5, math.nan], "slopes": {"lr": -math.inf}})
-    history({"cycle": 3, "t": (1e-300, None)}, 8)
+    history({"event": "cycle", "cycle": 3, "step": 8, "t": (1e-300, None)}, 8)
     lines = [json.loads(line) for line in history.path.read_text().splitlines()]
     assert lines == [
         {"event": "train", "losses": [1.5, None], "slopes": {"lr": None}},

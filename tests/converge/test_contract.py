@@ -60,8 +60,8 @@ class BadAverager(Averager):
         self.fault, self.first = fault, [t.detach().clone() for t in task.tensors]
 
     @torch.no_grad()
-    def end_cycle(self, weights: Sequence[float]) -> list[str]:
-        notes = super().end_cycle(weights)
+    def end_cycle(self, shares: Sequence[float]) -> list[str]:
+        notes = super().end_cycle(shares)
         for tensor, first in zip(self.task.tensors, self.first, strict=True):
             if self.fault == "ranks" and dist.get_rank() == 1:
                 tensor.mul_(1 + 2**-20)

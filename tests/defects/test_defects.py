@@ -6,11 +6,12 @@ it is about.
   layouts/test_by_hand.py
 - 4, 7: get_last_lr did not exist with default arguments; a length by epochs;
   schedulers/test_same_as_torch.py::test_bitwise_the_same_run
-- 5: gamma was negative; here,
+- 5: gamma was negative; reference/test_core.py::test_gammas,
   reference/test_runs.py::test_a_run_is_what_the_equations_make_of_its_losses
 - 6: runs shorter than the default warm-up;
   schedulers/test_published_loop.py::test_missing_total_is_refused_only_when_a_controller_acts
-- 10: ranks that disagree; here,
+- 10: ranks that disagree, and draw as their generators do;
+  reference/test_core.py::test_assignments_are_fresh_permutations,
   ensemble/test_agreement.py::test_what_differs_is_named_before_anything_is_averaged
 - 11: the state held one rank's multiplier;
   checkpoint/test_run_state.py::test_another_number_of_replicas_goes_on_with_values_...
@@ -75,19 +76,6 @@ def test_02_spread_depends_on_the_group_alone():
     run_ranks(_contradictions, 4)
 
 
-def test_05_decay_over_the_papers_run():
-    """S = 200 000, S_warm = 100 000, T = 1000: the corrected gamma ends at the floor, where the
-    printed one grows 400 times."""
-    clock, controller = Clock(1000, 100_000, 200_000), hdet.SoftmaxController(decay="floor")
-    engine = Engine([Value("lr", 1 / 9)], 8, clock, controller)
-    for _ in range(200):
-        engine.step += 999
-        engine.position = 999
-        assert engine.tick()
-        close(engine, [1.0] * 8, scheduled=[9e-4], floor=[9e-4 / 250_000])
-    assert value_of(engine, 9e-4) == pytest.approx(9e-4 / 250_000, rel=1e-9)
-
-
 def _noise_then_constructor(rank, world):
     weights = parameter(1000, dtype=torch.float32)
     hdet.warm_noise_([weights], nu=0.01, seed=5)
@@ -135,27 +123,6 @@ def _quiet_state(scheduler):
 
 def test_09_random_states_are_never_touched():
     assert run_ranks(_random_states, 2) == [(True, True, [])] * 2
-
-
-def _multipliers_with_skewed_generators(rank, world):
-    scheduler = drop_in([{"params": [parameter()]} for _ in range(2)], 60, **SPREAD)
-    seen = []
-    for cycle in range(12):
-        seen.append(dict(scheduler.ensemble.multipliers))
-        torch.rand(rank), [random.random() for _ in range(rank)]
-        train(scheduler, 5, start=5 * cycle)
-    return seen
-
-
-def test_10_multipliers_are_a_permutation_whatever_the_generators_do():
-    ranks = run_ranks(_multipliers_with_skewed_generators, 4)
-    orders = set()
-    for cycle in range(12):
-        for knob in ("lr/0", "lr/1"):
-            drawn = [seen[cycle][knob] for seen in ranks]
-            assert sorted(drawn) == pytest.approx(GRID, rel=1e-15)
-            orders.add(tuple(drawn))
-    assert len(orders) > 6  # fresh ones, not one fixed order
 
 
 def _outsider(rank, world):

@@ -110,6 +110,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
             knobs=[hdet.LearningRate(0)], sync=hdet.Sync(10),
         ), r"compares replicas, .* pass LearningRate\(spread=1/9\), .*ensemble_lr_spread_ratio=1/9",
     ),
+    "the run is shorter than two cycles": (
+        lambda: Loop().train(
+            controller=hdet.SoftmaxController(decay=None), replicas=TwoReplicas(),
+            sync=hdet.Sync(31),
+        ), r"60 steps, and cycles have T = 31 .*hardly do anything.* sync=hdet.Sync\(3\)",
+    ),
     "all is frozen": (lambda: Loop(frozen=True).train(), "frozen .*nothing is trained"),
 }  # fmt: skip
 
@@ -121,6 +127,7 @@ def test_a_mistake_is_warned_of_once(mistake: str) -> None:
         warnings.simplefilter("always")
         make()
     assert [w.category for w in caught] == [UserWarning], [str(w.message) for w in caught]
+    assert caught[0].filename == __file__, "the user's line"
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(str(caught[0].message))
 
@@ -153,6 +160,7 @@ def test_a_loop_without_mistakes_is_warned_of_nothing() -> None:
         loop.train(9).close()
         loop.train(9)  # goes on at the scheduler's own rate
         resumed(True)
+        hdet.Ensemble(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.0))  # rescheduled
 
 
 def test_a_trials_result_is_printed_when_it_is_decided(

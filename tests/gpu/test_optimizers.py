@@ -48,21 +48,32 @@ def captured_step(optimizer: torch.optim.Optimizer) -> torch.cuda.CUDAGraph:
 
 
 def test_as_torchs_fused_adamw_over_100_steps(backend: str) -> None:
+    """Driven by a scaler: where gradients overflow the scale falls and the step is skipped."""
     ours, theirs = parameters(), parameters()
     a = FusedAdamW(groups(ours), lr=1e-3, weight_decay=0.1, backend=backend)
     b = torch.optim.AdamW(groups(theirs), lr=1e-3, weight_decay=0.1, fused=True)
-    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 100) for o in (a, b)]
+    sides = [
+        (
+            optimizer,
+            params,
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100),
+            torch.amp.GradScaler("cuda", init_scale=2.0**14, growth_interval=30),
+        )
+        for optimizer, params in ((a, ours), (b, theirs))
+    ]
     for turn in range(100):
-        set_gradients(ours, turn)
-        set_gradients(theirs, turn)
-        a.step()
-        b.step()
-        for scheduler in schedulers:
+        for optimizer, params, scheduler, scaler in sides:
+            set_gradients(params, turn)
+            scale = scaler.scale(torch.ones((), device="cuda"))
+            for param in params:
+                param.grad.mul_(scale * (math.inf if turn in (0, 40) else 1.0))
+            scaler.step(optimizer)
+            scaler.update()
             scheduler.step()
+    assert sides[0][3].get_scale() == sides[1][3].get_scale()
     for x, y in zip(ours, theirs, strict=True):
         torch.testing.assert_close(x.detach(), y.detach(), rtol=2e-5, atol=2e-6)
-    for x, y in zip(ours, theirs, strict=True):
-        assert a.state[x]["step"].item() == b.state[y]["step"].item() == 100
+        assert a.state[x]["step"].item() == b.state[y]["step"].item() == 98
 
 
 def test_a_step_never_waits(backend: str) -> None:
@@ -175,13 +186,6 @@ def test_capture_refuses_what_it_could_not_replay(backend: str) -> None:
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
     assert same_bits(params, before), "a capture has run"
-
-
-def test_a_norm_that_no_step_has_taken_is_not_captured(backend: str) -> None:
-    params = parameters()
-    optimizer = FusedAdamW(params, lr=1e-2, backend=backend)
-    set_gradients(params, 0)
-    optimizer.step()
     optimizer.max_grad_norm = 1.0
     optimizer.write_hyperparameters()
     with (
@@ -193,33 +197,6 @@ def test_a_norm_that_no_step_has_taken_is_not_captured(backend: str) -> None:
     optimizer.step()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
-
-
-def test_a_grad_scaler_drives_it(backend: str) -> None:
-    """fp16 gradients that overflow: the scale falls and the step is skipped, as with torch's
-    optimizer."""
-    ours, theirs = parameters(), parameters()
-    a = FusedAdamW(ours, lr=1e-3, backend=backend)
-    b = torch.optim.AdamW(theirs, lr=1e-3, fused=True)
-    scalers = [
-        torch.amp.GradScaler("cuda", init_scale=2.0**14, growth_interval=3) for _ in range(2)
-    ]
-    for turn in range(10):
-        for optimizer, params, scaler in ((a, ours, scalers[0]), (b, theirs, scalers[1])):
-            optimizer.zero_grad()
-            weights = torch.randn(
-                params[0].shape, generator=torch.Generator("cuda").manual_seed(turn), device="cuda"
-            )
-            loss = torch.stack(
-                [(p * (weights if p is params[0] else 1.0)).sum() for p in params]
-            ).sum()
-            scaler.scale(loss * (math.inf if turn in (0, 4) else 1.0)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert scalers[0].get_scale() == scalers[1].get_scale()
-    for x, y in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(x.detach(), y.detach(), rtol=2e-5, atol=2e-6)
-    assert a.state[ours[0]]["step"].item() == 8
 
 
 def test_a_captured_step_reads_the_rate_on_the_device(backend: str) -> None:

@@ -87,6 +87,8 @@ class Contract:
     good, low, world = 1e-2, 1e-6, 2
     """Rates; ranks of a trial."""
     trial_settings: Any = ()
+    layouts: Sequence[tuple[int, Any, dict[str, Any], Any]] = ((1, STILL, {}, ()),)
+    """(ranks, Ensemble, settings, pairs of ranks with the same part of two replicas)"""
     several: tuple[int, Any] | None = None
     """(ranks, settings) of a run with two optimizers, if there can be; the ranks' second half is a
     replica with the parts of the first."""
@@ -101,7 +103,9 @@ class Contract:
         return self.ranks(partial(type(self).train, **settings), world, str(folder), ensemble)
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        if "settings" in metafunc.fixturenames:
+        if "peers" in metafunc.fixturenames:
+            metafunc.parametrize(("world", "of", "settings", "peers"), self.layouts)
+        elif "settings" in metafunc.fixturenames:
             is_anew = "anew" in metafunc.function.__name__
             metafunc.parametrize(("world", "settings"), self.anew if is_anew else self.plain)
 
@@ -135,8 +139,7 @@ class Contract:
         ensemble = {**SPREAD, "controller": Halved(), "log": records}
         one, two = self.run(tmp_path, ensemble, save=8, evaluate=7, **dict(self.spread))
         plain, _ = self.run(tmp_path, None, **dict(self.spread))
-        ends = [step for step in one.weights if torch.equal(one.weights[step], two.weights[step])]
-        assert ends == [5, 10, 12]
+        assert meet(one, two) == [5, 10, 12]
         for name in ("last", "evaluated", "saved"):
             first, second = getattr(one, name), getattr(two, name)
             assert len(first) and equal([torch.stack(list(of)) for of in (first, second)])
@@ -152,12 +155,18 @@ class Contract:
             both = sorted(of["hdet/multipliers/lr"] for of in (a, b))
             assert both == pytest.approx([0.7, 1.3])
 
-    def test_a_cycles_loss_is_the_mean_of_what_the_run_trains_on(self, tmp_path: Path) -> None:
-        [(losses, run)] = self.ranks(
-            partial(_logged, type(self).train, dict(self.spread)), 1, str(tmp_path)
-        )
-        count = len(run.losses) // STEPS * EVERY
-        assert losses[0] == pytest.approx(sum(run.losses[:count]) / count, rel=1e-5)
+    def test_a_cycles_loss_is_the_mean_of_what_the_run_trains_on(
+        self, tmp_path: Path, world: int, of: Any, settings: dict[str, Any], peers: Any
+    ) -> None:
+        """In each layout, where a part of a model is averaged with its own kind."""
+        train = partial(_logged, type(self).train, {**dict(self.spread), **settings})
+        logs, runs = zip(*self.ranks(train, world, str(tmp_path), of), strict=True)
+        cycles = [run.losses[: len(run.losses) // STEPS * EVERY] for run in runs if run.losses]
+        means = [sum(losses) / len(losses) for losses in cycles]
+        [first, *_] = next(filter(None, logs))
+        assert first == pytest.approx(sum(means) / len(means), rel=1e-5)
+        for one, two in peers:
+            assert meet(runs[one], runs[two]) == [5, 10, 12]
 
     def test_losses_and_gradients_are_computed_anew_as_the_framework_has_made_them(
         self, tmp_path: Path, world: int, settings: dict[str, Any]
@@ -206,8 +215,8 @@ class Contract:
         world, settings = self.several
         found = self.run(tmp_path, {**SPREAD, "controller": halved}, world, **settings)
         for one, two in zip(found[: world // 2], found[world // 2 :], strict=True):
-            same = [n for n in one.weights if torch.equal(one.weights[n], two.weights[n])]
-            assert same == [5, 10, 12] and torch.equal(one.last, two.last) and len(one.state) == 2
+            assert meet(one, two) == [5, 10, 12] and torch.equal(one.last, two.last)
+            assert len(one.state) == 2
             corrections = [one.metrics[-1][f"optimizer {n}/hdet/corrections/lr"] for n in (0, 1)]
             assert corrections == [0.5, 0.5]
         for name, of, message in (
@@ -240,9 +249,14 @@ class Records(list[Any]):
         self.append(sum(losses) / len(losses))
 
 
-def _logged(train: Any, settings: dict[str, Any], folder: str) -> Any:
+def meet(one: Trained, two: Trained) -> list[int]:
+    """Steps after which two ranks are equal."""
+    return [step for step in one.weights if torch.equal(one.weights[step], two.weights[step])]
+
+
+def _logged(train: Any, settings: dict[str, Any], folder: str, of: Any) -> Any:
     records = Records()
-    run = train(folder, {**STILL, "log": records}, **settings)
+    run = train(folder, {**of, "log": records}, **settings)
     return list(records), run
 
 

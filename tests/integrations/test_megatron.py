@@ -4,7 +4,6 @@ stands in for the GPU (examples/megatron_cpu.py)."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -124,8 +123,16 @@ class Loop:
         return {"model": self.model[0], "optimizer": self.optimizer,
                 "opt_param_scheduler": self.wrapped or self.scheduler}  # fmt: skip
 
-    def check_copies(self) -> None:
-        """A model's weights are those of the masters."""
+    def check_copies(self, tied: bool) -> None:
+        """A model's weights are those of the masters, and embeddings of a pipeline's first and last
+        stage are kept equal."""
+        chunk = self.model[0].module
+        chunk = getattr(chunk, "module", chunk)
+        embedding = [chunk.shared_embedding_or_output_weight().detach()] if tied else []
+        for own in embedding:
+            found = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
+            torch.distributed.all_gather(found, own)
+            assert equal(found)
         for p in self.model[0].parameters():
             if hasattr(p, "main_param"):
                 assert torch.equal(p, p.main_param.bfloat16().view_as(p))
@@ -165,7 +172,7 @@ def train(
                 if loop.done == save:
                     loop.seen.saved = loop.flat()
     loop.converge()
-    loop.check_copies()
+    loop.check_copies(settings.get("tied", False))
     loop.seen.last, loop.seen.told = loop.flat(), lines
     return loop.seen.see([] if loop.wrapped is None else loop.wrapped.ensembles)
 
@@ -213,33 +220,11 @@ class TestContract(Contract):
     )  # fmt: skip
     anew = ((1, {}), (2, {"bf16": True}), (2, {"pp": 2}))
     trial_settings = (("bf16", True),)
+    layouts = (
+        (1, STILL, {}, ()), (4, SPREAD, {"tp": 2}, ((0, 2), (1, 3))),
+        (4, SPREAD, {"pp": 2, "tied": True}, ((0, 1), (2, 3))),
+    )  # fmt: skip
     several = 4, EXPERTS
-
-
-def _parts(folder: str, **settings: Any) -> Any:
-    parallel_state.destroy_model_parallel()
-    loop = Loop(SPREAD, **settings)
-    for _ in range(STEPS):
-        loop.step()
-    chunk = loop.model[0].module
-    chunk = getattr(chunk, "module", chunk)
-    tied = "tied" in settings
-    return loop.seen.weights, tied and chunk.shared_embedding_or_output_weight().detach().clone()
-
-
-# Ranks 0 and 2, or 0 and 1, hold the same part; a replica is what they are parts of.
-@pytest.mark.parametrize(("settings", "peers"), [
-    ({"tp": 2}, [(0, 2), (1, 3)]), ({"pp": 2, "tied": True}, [(0, 1), (2, 3)]),
-])  # fmt: skip
-def test_a_part_of_a_model_is_averaged_with_its_own_kind(
-    tmp_path: Path, settings: Any, peers: Any
-) -> None:
-    """Embeddings of a pipeline's first and last stage are kept equal."""
-    found = on_megatron(partial(_parts, **settings), 4, str(tmp_path))
-    for a, b in peers:
-        one, two = found[a][0], found[b][0]
-        assert [step for step in one if torch.equal(one[step], two[step])] == [5, 10, 12]
-    assert "tied" not in settings or equal([embedding for _, embedding in found])
 
 
 # -- refusals --------------------------------------------------------------------------------------

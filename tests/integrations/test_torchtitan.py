@@ -236,32 +236,11 @@ class TestContract(Contract):
     train, again, ranks = staticmethod(train), staticmethod(again), staticmethod(launched)
     plain = ((1, {}), (2, {"bf16": True, "loss": CHUNKED}), (4, {"parallel": HSDP}))
     anew = ((2, {"bf16": True}), (2, {"loss": CHUNKED}), (2, {"parallel": SHARDED}))
+    layouts = (
+        (1, STILL, {}, ()), (2, STILL, {"parallel": SHARDED}, ()),
+        (2, STILL, {"parallel": TENSOR}, ()), (4, SPREAD, {"parallel": HSDP}, ((0, 2), (1, 3))),
+    )  # fmt: skip
     several = 2, {"groups": [group("norm", 2e-2, "Adam"), group(".*", 1e-2)]}
-
-
-# -- layouts ---------------------------------------------------------------------------------------
-
-
-def _losses(folder: str, ensemble: Any, parallel: dict[str, int]) -> Any:
-    records: list[Any] = []
-    log = lambda record, step: records.append([x for x in record["losses"] if x is not None])
-    run = train(folder, {**ensemble, "log": log}, parallel=parallel)
-    return records, sum(run.losses[:5]) / 5, run.weights
-
-
-# Of one replica, and of two, of which each is a row of the mesh.
-@pytest.mark.parametrize(("world", "parallel", "ensemble"), [
-    (2, SHARDED, STILL), (2, TENSOR, STILL), (4, HSDP, SPREAD),
-])  # fmt: skip
-def test_a_cycles_loss_is_the_mean_of_torchtitans_in_each_layout(
-    tmp_path: Path, world: int, parallel: Any, ensemble: Any
-) -> None:
-    ranks = launched(_losses, world, str(tmp_path), ensemble, parallel)
-    (first, *_), mean, _ = ranks[0]
-    assert len(first) == world // 2  # which have equally many tokens
-    assert sum(first) / len(first) == pytest.approx(mean, rel=1e-5)
-    for (*_, one), (*_, two) in zip(ranks[:2], ranks[2:], strict=False):
-        assert [step for step in one if torch.equal(one[step], two[step])] == [5, 10, 12]
 
 
 # -- configurations, refusals ----------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,8 +18,7 @@ from hdet.kernels import StepSettings, StepTensors, numbers
 
 from . import reference
 from .cases import BACKENDS, CHUNK, device_of
-from .problem import Problem
-from .table import BF16, F32, U8, Case, Format
+from .table import F32
 
 SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
 
@@ -183,37 +181,3 @@ def test_kernels_store_what_they_read(backend: str, size: float, flushing: bool)
     assert torch.equal(tensors.moments[0][0], codes)  # type: ignore[arg-type]
     assert torch.equal(tensors.scales_of(0)[0], scales)  # type: ignore[arg-type]
     torch.testing.assert_close(param, 1 - numbers.decode(codes, scales, True))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_plan_of_all_kinds_is_one_plan(backend: str) -> None:
-    """Of codes and of others, with other types of gradients than before: the same as plans for
-    each."""
-    forms = (
-        Format(exp_avg=U8, exp_avg_sq=U8),
-        Format(BF16, F32, BF16),
-        Format(exp_avg=BF16, exp_avg_sq=F32),
-    )
-    sizes = (700, 40, 33)
-    together = Problem(Case("", sizes=sizes, formats=forms, changing=True), device_of(backend))
-    plan = kernels.step_plan(together.tensors, backend)
-    for turn in range(2):
-        gradients, settings, options = together.arguments(turn)
-        t = together.tensors
-        alone = replace(
-            t,
-            params=[[t.params[0][0].clone()]],
-            groups=[0],
-            steps=[t.steps[0].clone()],
-            masters=None,
-            **{
-                name: [[column[0].clone()] for column in getattr(t, name)]
-                for name in ("moments", "scales")
-            },
-        )
-        kernels.step_plan(alone, backend).step(gradients.tensors[:1], settings, options)
-        plan.step(gradients.tensors, settings, options)
-        for name in ("moments", "scales"):
-            for one, other in zip(getattr(t, name), getattr(alone, name), strict=True):
-                assert torch.equal(one[0], other[0])
-        assert torch.equal(t.params[0][0], alone.params[0][0])

@@ -360,11 +360,15 @@ def replicated(
     count: int = 3,
     rule: Rule = BY_NAME["adamw"],
     dtype: torch.dtype = torch.float32,
+    transposed: bool = True,
     **options: Any,
 ) -> tuple[list[Parameter], FusedOptimizer, list[list[Tensor]]]:
     """Parameters, their optimizer, and K sets that begin equal and have multipliers of their
-    own. Decay is not coupled, which replicas cannot share."""
+    own. Decay is not coupled, which replicas cannot share. `transposed`: in memory."""
     params = parameters(dtype=dtype)
+    for param in params:
+        if transposed and param.dim() > 1:
+            param.data = param.data.mT.contiguous().mT
     made = groups(params, rule)
     for group in made if rule.fused.rule in facts.COUPLED else ():
         group["weight_decay"] = 0.0

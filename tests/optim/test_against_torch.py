@@ -242,14 +242,3 @@ def test_gradients_are_not_kept() -> None:
     optimizer.step()
     optimizer.zero_grad()
     assert alive() is None
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_zero_gradients(backend: str) -> None:
-    pair = Pair(zero_gradients=True, backend=backend)
-    for _ in pair.run(3):
-        assert all(not param.grad.any() for param in pair.ours)
-    pair.check()
-    pair.a.zero_gradients = False
-    pair.go(range(3, 4))
-    assert all(param.grad.any() for param in pair.ours if param.numel())

@@ -47,11 +47,8 @@ ADAMW = BY_NAME["adamw"]
 
 
 def trained(rule: Rule, count: int, options: dict[str, Any]) -> tuple[list[Parameter], Any]:
-    """After two steps; the first matrix is transposed in memory, of which a plan has views."""
-    params, optimizer, _ = replicated(1, rule, **options)
-    params[0].data = params[0].data.mT.contiguous().mT
-    optimizer.set_replicas(count, copies(count))
-    optimizer.multipliers = [[0.5 + k] * 3 for k in range(count)]
+    """After two steps."""
+    params, optimizer, _ = replicated(count, rule, **options)
     go(optimizer, 0)
     go(optimizer, 1)
     return params, optimizer
@@ -295,7 +292,7 @@ def test_memory_that_cannot_be_used_is_refused_by_name(
     rule: Rule, count: int, stored: str, way: str
 ) -> None:
     change, message = UNUSABLE[way]
-    make = lambda: replicated(count, rule, **STORED[stored])[:2]
+    make = lambda: replicated(count, rule, transposed=False, **STORED[stored])[:2]
     params, optimizer = make()
     run(optimizer, params, range(2))
     for place in range(len(places_of(optimizer))):

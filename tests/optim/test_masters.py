@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from hdet.optim import FusedAdamW, FusedLion, FusedSGD
+from hdet.optim import FusedAdamW
 
 from .common import (
     BACKENDS,
@@ -247,34 +247,20 @@ def test_a_refused_step_leaves_masters_as_they_are() -> None:
 
 
 def test_random_numbers_follow_from_the_seed_alone() -> None:
-    def run(seed: int, late: bool = False) -> list[Parameter]:
-        options: dict[str, Any] = {"lr": 1e-2, "stochastic_rounding": True, "seed": seed}
-        params = parameters(dtype=torch.bfloat16)
-        optimizer = FusedAdamW(groups(params), **options)
+    """Not from torch's, nor from the other parameters' gradients; a resume: test_state.py."""
+
+    def stepped(seed: int, others: int, skip: bool = False) -> torch.Tensor:
+        params, optimizer = bfloat16_run(stochastic_rounding=True, seed=seed)
         for step in range(3):
-            if late and step == 1:
-                state = copy.deepcopy(optimizer.state_dict())
-                optimizer = FusedAdamW(groups(params), **options)
-                optimizer.load_state_dict(state)
-            torch.manual_seed(step)  # the global generator plays no part
-            set_gradients(params, step)
+            torch.manual_seed(others)
+            set_gradients(params, step, skip=lambda step, i: skip and i == 0)
             optimizer.step()
-        return params
-
-    assert_equal(run(1), run(1))
-    assert_equal(run(1), run(1, late=True))
-    assert not torch.equal(run(1)[0], run(2)[0])
-
-
-def test_a_parameters_random_numbers_do_not_depend_on_the_others_gradients() -> None:
-    def run(skip: bool) -> Parameter:
-        params = parameters(dtype=torch.bfloat16)
-        optimizer = FusedSGD(params, lr=1e-2, stochastic_rounding=True)
-        set_gradients(params, 0, skip=lambda step, i: skip and i == 0)
-        optimizer.step()
         return params[5]
 
-    assert torch.equal(run(False), run(True))
+    assert torch.equal(stepped(1, 1), stepped(1, 2)) and torch.equal(
+        stepped(1, 1), stepped(1, 1, True)
+    )
+    assert not torch.equal(stepped(1, 1), stepped(2, 1))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -289,12 +275,3 @@ def test_moments_in_bfloat16_do_not_stand_still(backend: str) -> None:
     assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
     exact = (1 - 0.999**30) * 0.999**30 + 4 * (1 - 0.999**30)
     assert state["exp_avg_sq"].float().mean().item() == pytest.approx(exact, rel=2e-3)
-
-
-def test_moments_in_bfloat16_of_one_moment_rules() -> None:
-    for cls, name in ((FusedLion, "exp_avg"), (FusedSGD, "momentum_buffer")):
-        params = parameters()
-        options: dict[str, Any] = {"momentum": 0.9} if cls is FusedSGD else {}
-        optimizer = cls(params, moment_dtype=torch.bfloat16, **options)  # type: ignore[operator]
-        run(optimizer, params, range(1))
-        assert all(state[name].dtype == torch.bfloat16 for state in state_of(optimizer))

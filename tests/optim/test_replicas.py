@@ -218,8 +218,8 @@ def test_a_converged_state_is_that_of_any_number_of_replicas(
         assert_equal(values(other, k), values(three, 0))
     for key in ("replica_masters", "replica_z"):  # equal parameters are not enough
         apart = copy.deepcopy(state)
-        if count > 1 and key in apart["state"][0]:
-            apart["state"][0][key][-1].view(-1).view(torch.uint8)[0] ^= 1
+        if count > 1 and key in apart["state"][1]:
+            apart["state"][1][key][-1].view(torch.uint8)[0] ^= 1
             with pytest.raises(ValueError, match="3 replicas that are not equal"):
                 other.load_state_dict(apart)
 

@@ -4,7 +4,7 @@ matrices."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import itertools
 from typing import Any
 
 import pytest
@@ -13,7 +13,20 @@ from torch import Tensor, nn
 
 import hdet
 
-from .common import BACKENDS, RULES, Rule, names
+from .common import (
+    BACKENDS,
+    BY_NAME,
+    MUON,
+    RULES,
+    STORED,
+    Rule,
+    assert_equal,
+    each_rule,
+    everything,
+    names,
+    replicated,
+    run,
+)
 
 
 def model(channels_last: bool = True) -> nn.Module:
@@ -52,45 +65,22 @@ def test_channels_last_is_trained_as_by_its_peer(rule: Rule, backend: str) -> No
     assert all(t.stride() == conv(ours).stride() for t in state.values() if t.dim() == 4)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"max_grad_norm": 0.1, "moment_dtype": "8bit"}, {"master_weights": "fp32"}],
-    ids=str,
-)
-def test_muon_steps_transposed_matrices(options: dict[str, Any]) -> None:
-    """A matrix of either shape, a stack of them, and a vector, in two replicas; beside the same
-    that are contiguous."""
-    shapes = [(80, 60), (60, 80), (3, 50, 60), (7,)]
-    dtype = torch.bfloat16 if "master_weights" in options else torch.float32
-
-    def trained(transposed: bool) -> tuple[list[nn.Parameter], Any]:
-        def values(shape: Sequence[int]) -> Tensor:
-            made = torch.randn(shape, generator=generator).to(dtype)
-            return made.mT.contiguous().mT if transposed and made.dim() > 1 else made
-
-        generator = torch.Generator().manual_seed(0)
-        params = [nn.Parameter(values(shape)) for shape in shapes]
-        groups = [
-            {"params": params[:3], "use_muon": True, "stacked": True},
-            {"params": params[3:], "use_muon": False},
-        ]
-        optimizer = hdet.FusedMuon(groups, lr=0.1, **options)
-        optimizer.set_replicas(2, lambda param: [param, param.detach().clone()])
-        optimizer.multipliers = [[0.8, 0.8], [1.2, 1.2]]
-        for step in range(4):
-            for param in params:
-                param.grad = values(param.shape)
-            if step == 2:
-                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            optimizer.step()
-        return params, optimizer
-
-    (ours, a), (_, b) = trained(True), trained(False)
-    assert ours[0].stride() == (1, 80) == a.state[ours[0]]["momentum_buffer"].stride()
-    coarse = dtype == torch.bfloat16 or "moment_dtype" in options
-    for k in range(2):
-        for one, other in zip(a.replica_parameters(k), b.replica_parameters(k), strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=2e-2 if coarse else 1e-5)
+@pytest.mark.usefixtures("small_tensors_have_codes")
+@pytest.mark.parametrize("stored", ["float32", "float32 masters", "clipped", "8 bits"])
+@each_rule
+def test_transposed_matrices_are_stepped_as_others(rule: Rule, stored: str) -> None:
+    """In two replicas, of Muon also a stack of matrices; and after a state was loaded."""
+    made = [replicated(2, rule, transposed=lies, **STORED[stored]) for lies in (True, False)]
+    for params, optimizer, _ in made:
+        run(optimizer, params, range(2))
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        run(optimizer, params, range(2, 4))
+    (ours, a, sets), (_, _, others) = made
+    assert ours[0].stride() == (1, 33)
+    assert all(x.stride() == (1, 33) for x in everything(a) if x.shape == (33, 17))
+    coarse = stored == "8 bits" or (rule is MUON and stored == "float32 masters")
+    for one, other in zip(itertools.chain(*sets), itertools.chain(*others), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-2 if coarse else 1e-5)
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.1])
@@ -172,23 +162,6 @@ def test_states_go_from_one_order_to_the_other(fused: Any, moment_dtype: Any) ->
         torch.testing.assert_close(other, losses[0], **coarse)
 
 
-def test_replicas_and_their_mean() -> None:
-    means = []
-    for channels_last in (False, True):
-        net = model(channels_last)
-        optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2)
-        sets = {p: [p, *(p.detach().clone() for _ in range(2))] for p in net.parameters()}
-        optimizer.set_replicas(3, lambda p, sets=sets: sets[p])
-        optimizer.multipliers = [[0.5], [1.0], [2.0]]
-        train(net, optimizer)
-        assert not torch.equal(*[optimizer.replica_parameters(k)[0] for k in (0, 1)])
-        optimizer.average_replicas([1.0, 1.0, 1.0])
-        assert torch.equal(*[optimizer.replica_parameters(k)[0] for k in (0, 2)])
-        means.append([p.detach() for p in net.parameters()])
-    for a, b in zip(*means, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 OTHERWISE = {
     "in order": lambda gradient: gradient.contiguous(),
     "transposed": lambda gradient: gradient.transpose(0, -1).contiguous().transpose(0, -1),
@@ -198,35 +171,26 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+@pytest.mark.parametrize("rule", [BY_NAME["adamw"], MUON], ids=names)
 @pytest.mark.parametrize("lies", OTHERWISE)
-def test_a_gradient_that_lies_otherwise_is_taken(lies: str, channels_last: bool) -> None:
+def test_a_gradient_that_lies_otherwise_is_taken(
+    lies: str, rule: Rule, max_grad_norm: float | None
+) -> None:
     """As torch's optimizers do; also clipped, and where gradients are zeroed by the step."""
     made = []
-    for change in (OTHERWISE[lies], None):
-        net = model(channels_last)
-        settings = {"max_grad_norm": 0.5, "zero_gradients": True}
-        optimizer = hdet.FusedAdamW(net.parameters(), lr=1e-2, **settings)
+    for change in (OTHERWISE[lies], lambda gradient: gradient):
+        options = {"zero_gradients": True, "max_grad_norm": max_grad_norm}
+        params, optimizer, _ = replicated(1, rule, **options)
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
-            for param in net.parameters():
+            for param in params:
                 values = torch.empty_like(param)
                 values.copy_(torch.randn(param.shape, generator=generator))
-                if lies == "expanded":
+                if lies == "expanded" and param.dim():
                     values = torch.empty_like(param).copy_(OTHERWISE[lies](values))
-                param.grad = values if change is None else change(values)
+                param.grad = change(values) if step != 1 and param.dim() else values
             optimizer.step()
-            grads = [param.grad for param in net.parameters()]
-            assert not any(grad.any() for grad in grads)
-        made.append([param.detach() for param in net.parameters()])
-    assert all(map(torch.equal, *made))
-
-
-def test_a_transposed_matrix() -> None:
-    param = nn.Parameter(torch.randn(3, 5).t())
-    plain = nn.Parameter(param.detach().contiguous())
-    for p in (param, plain):
-        optimizer = hdet.FusedLion([p], lr=0.1)
-        p.square().sum().backward()
-        optimizer.step()
-    assert torch.equal(param, plain)
+            assert not any(param.grad.any() for param in params)  # type: ignore[union-attr]
+        made.append(params)
+    assert_equal(*made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.distributed import run_ranks
 
 SORTS = "sort_ranks" not in inspect.signature(dist.new_group).parameters
 """Does this torch know ascending groups alone?"""
+CAN_UNFLATTEN = hasattr(DeviceMesh, "_unflatten")
 HSDP = ("dp_replicate", "dp_shard")
 Table = list[list[int]]
 
@@ -55,6 +57,14 @@ def made(make: Any) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
+def on_rank(rank: int, world: int, make: Any) -> Any:
+    return made(make)
+
+
+def from_sizes(sizes: Any) -> Any:
+    return hdet.Replicas.from_layout(**sizes)
+
+
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
@@ -62,70 +72,28 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
 # -- each way to say who is a replica -------------------------------------------------------------
 
 
-def from_group(rank: int, world: int, lists: Any) -> Any:
-    return made(lambda: hdet.Replicas.from_group(lists))
-
-
-@pytest.mark.parametrize("lists", [[[0, 2], [1, 3]], [[0, 3], [2, 1]], ((0,), (1,), (2,), (3,))])
-def test_from_group_of_lists(lists: Any) -> None:
-    """In the order given; torch 2.11 and older know ascending peers only, others are refused."""
-    results = run_ranks(from_group, 4, lists)
-    if SORTS and any(list(peers) != sorted(peers) for peers in zip(*lists, strict=True)):
-        assert all("sorts a group's ranks" in result for result in results)
-    else:
-        check(results, [list(ranks) for ranks in lists])
-
-
-def from_mesh(rank: int, world: int, names: Any, part: Any, replicate: Any) -> Any:
+def from_mesh(names: Any, replicate: Any = "dp_replicate", part: Any = None) -> Any:
     mesh = mesh_of((2,) * len(names), names)
     replicas = hdet.Replicas.from_mesh(mesh[part] if part else mesh, replicate)
     # no second communicator for the same ranks
     own = replicas.peer_group is not mesh.get_group("dp_replicate")
     assert own is isinstance(replicate, tuple)
-    return seen(replicas)
+    return replicas
 
 
-@pytest.mark.parametrize(("names", "part", "replicate", "ranks"), [
-    # A submesh of one dimension still belongs to a mesh of two.
-    (HSDP, "dp_replicate", "dp_replicate", [[0, 1], [2, 3]]),
-    (HSDP[::-1], None, "dp_replicate", [[0, 2], [1, 3]]),
-    (("node", "tp", "dp_replicate"), None, ("node", "dp_replicate"),
-        [[0, 2], [1, 3], [4, 6], [5, 7]]),
-    ((*HSDP, "tp"), HSDP, "dp_replicate", [[0, 1, 2, 3], [4, 5, 6, 7]]),
-])  # fmt: skip
-def test_from_mesh(names: tuple[str, ...], part: Any, replicate: Any, ranks: Table) -> None:
-    check(run_ranks(from_mesh, 2 ** len(names), names, part, replicate), ranks)
-
-
-def several_views(rank: int, world: int) -> list[dict[str, Any]]:
-    dense = mesh_of((8,), ("world",))._unflatten(0, (2, 2, 2), ("pp", "dp_replicate", "tp"))
-    return [seen(hdet.Replicas.from_mesh(mesh)) for mesh in (dense, dense["dp_replicate"])]
-
-
-@pytest.mark.skipif(not hasattr(DeviceMesh, "_unflatten"), reason="this torch cannot")
-def test_a_view_of_the_world_that_names_its_dimensions_later() -> None:
+def from_view(part: Any) -> Any:
     """As torchtitan's: the root of such a mesh knows neither the dimension nor the others."""
-    for results in zip(*run_ranks(several_views, 8), strict=True):
-        check(list(results), [[0, 1, 4, 5], [2, 3, 6, 7]])
+    dense = mesh_of((8,), ("world",))._unflatten(0, (2, 2, 2), ("pp", "dp_replicate", "tp"))
+    return hdet.Replicas.from_mesh(dense[part] if part else dense)
 
 
-def own_order(rank: int, world: int, ranks: Table) -> Any:
+def from_ordered(ranks: Table) -> Any:
+    """A mesh whose own group of ranks 2 and 0 has 0 first."""
     mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=HSDP)
-    return made(lambda: hdet.Replicas.from_mesh(mesh))
+    return hdet.Replicas.from_mesh(mesh)
 
 
-# The mesh's own group of ranks 2 and 0 has 0 first; and ranks that a mesh leaves out are told.
-@pytest.mark.parametrize(("world", "ranks"), [(4, [[2, 3], [0, 1]]), (6, [[0, 1], [3, 2]])])
-def test_peers_and_members_stand_in_the_meshs_order(world: int, ranks: Table) -> None:
-    results = run_ranks(own_order, world, ranks)
-    if SORTS and ranks != sorted(ranks):
-        assert all("sorts a group's ranks" in result for result in results)
-        return
-    check(results[:4], ranks)
-    assert all("belongs to no replica, only ranks 0-3 do" in result for result in results[4:])
-
-
-def megatron(layout: Layout, rank: int, instances: int = 1) -> SimpleNamespace:
+def megatron(layout: Layout, instances: int = 1) -> SimpleNamespace:
     """A collection as Megatron-Core makes it; what is not parallel is None or missing."""
     groups = SimpleNamespace(cp=None)
     axes = {"tp": "tp", "pp": "pp", "ep": "ep", "dp": "dp", "expt_tp": "etp", "expt_dp": "edp"}
@@ -139,31 +107,49 @@ def megatron(layout: Layout, rank: int, instances: int = 1) -> SimpleNamespace:
     for name, table in tables.items():
         for ranks in table:
             group = dist.new_group(list(ranks))
-            if rank in ranks:
+            if dist.get_rank() in ranks:
                 setattr(groups, name, group)
     return groups
 
 
-def from_megatron(
-    rank: int, world: int, sizes: Any, instances: int = 1, drop: tuple[str, ...] = ()
-) -> Any:
-    groups = megatron(Layout(world, **sizes), rank, instances)
+def from_megatron(sizes: Any, instances: int = 1, drop: tuple[str, ...] = ()) -> Any:
+    groups = megatron(Layout(dist.get_world_size(), **sizes), instances)
     for name in drop:
         delattr(groups, name)
-    return made(lambda: hdet.Replicas.from_megatron(groups))
+    return hdet.Replicas.from_megatron(groups)
 
 
-def from_layout(rank: int, world: int, sizes: Any) -> Any:
-    return made(lambda: hdet.Replicas.from_layout(**sizes))
+ONES, STAGES = [[0], [1], [2], [3]], [[0, 1, 4, 5], [2, 3, 6, 7]]
+LISTS: list[Any] = [[[0, 2], [1, 3]], [[0, 3], [2, 1]], ((0,), (1,), (2,), (3,))]
+FOURS = [[0, 1, 2, 3], [4, 5, 6, 7]]
+SIZES: list[Any] = [({}, ONES), ({"tp": 2, "pp": 2}, STAGES), ({"ep": 4}, FOURS)]
+NODES = "node", "tp", "dp_replicate"
+MADE: list[tuple[int, Any, Any]] = [
+    # In the order given; torch 2.11 and older know ascending peers only, others are refused.
+    *((4, partial(hdet.Replicas.from_group, lists), lists) for lists in LISTS),
+    # A submesh of one dimension still belongs to a mesh of two.
+    (4, partial(from_mesh, HSDP, part="dp_replicate"), [[0, 1], [2, 3]]),
+    (4, partial(from_mesh, HSDP[::-1]), [[0, 2], [1, 3]]),
+    (8, partial(from_mesh, NODES, ("node", "dp_replicate")), [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    (8, partial(from_mesh, (*HSDP, "tp"), part=HSDP), FOURS),
+    *((8, partial(from_view, part), STAGES) for part in (None, "dp_replicate") if CAN_UNFLATTEN),
+    (4, partial(from_ordered, [[2, 3], [0, 1]]), [[2, 3], [0, 1]]),
+    # ranks that a mesh leaves out are told
+    (6, partial(from_ordered, [[0, 1], [3, 2]]), [[0, 1], [3, 2]]),
+    *((sum(map(len, ranks)), partial(make, sizes), ranks) for sizes, ranks in SIZES
+        for make in (from_megatron, from_sizes)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("world", "sizes", "ranks"), [
-    (4, {}, [[0], [1], [2], [3]]), (8, {"tp": 2, "pp": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
-    (8, {"ep": 4}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
-])  # fmt: skip
-def test_from_layout_and_from_megatron(world: int, sizes: Any, ranks: Table) -> None:
-    check(run_ranks(from_megatron, world, sizes), ranks)
-    check(run_ranks(from_layout, world, sizes), ranks)
+@pytest.mark.parametrize(("world", "make", "ranks"), MADE)
+def test_who_is_a_replica(world: int, make: Any, ranks: Any) -> None:
+    results = run_ranks(on_rank, world, make)
+    if SORTS and any(list(peers) != sorted(peers) for peers in zip(*ranks, strict=True)):
+        assert all("sorts a group's ranks" in result for result in results)
+        return
+    members = sum(map(len, ranks))
+    check(results[:members], [list(replica) for replica in ranks])
+    assert all("no replica, only ranks 0-3 do" in result for result in results[members:])
 
 
 @pytest.mark.parametrize(("sizes", "instances", "drop", "message"), [
@@ -174,7 +160,7 @@ def test_from_layout_and_from_megatron(world: int, sizes: Any, ranks: Table) -> 
 def test_what_is_wrong_with_megatrons_groups_is_said(
     sizes: dict[str, int], instances: int, drop: Any, message: str
 ) -> None:
-    for result in run_ranks(from_megatron, 4, sizes, instances, drop):
+    for result in run_ranks(on_rank, 4, partial(from_megatron, sizes, instances, drop)):
         assert re.match(f"ValueError: .*{message}", result), result
 
 

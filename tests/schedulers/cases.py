@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 import hdet
+from tests.adversary.common import bits as exact
 from tests.harness import Scripted
 
 Params = list[dict[str, Any]]
@@ -155,12 +156,3 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
         {key: exact(group[key]) for key in HYPERPARAMETERS if key in group}
         for group in optimizer.param_groups
     ]
-
-
-def exact(value: Any) -> Any:
-    """A form in which == means: the same type, the same bits."""
-    if isinstance(value, torch.Tensor):
-        return ("tensor", str(value.dtype), tuple(value.shape), value.detach().numpy().tobytes())
-    if isinstance(value, (list, tuple)):
-        return [exact(item) for item in value]
-    return (type(value).__name__, value.hex() if isinstance(value, float) else value)

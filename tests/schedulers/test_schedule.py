@@ -192,29 +192,31 @@ def test_rescheduling_inside_explore_moves_what_acts_in_the_step() -> None:
             assert drop.p == replicas != 0.2 and rates(toy.optimizer) == [0.5, 0.5]
             toy.optimizer.param_groups[0]["lr"] = 0.25
         assert drop.p == replicas and rates(toy.optimizer) == [0.5, 1.0]
-    assert drop.p == 0.2 and run._schedule.values()[0] == 0.25
+    assert drop.p == 0.2
+    with run.rescheduling():
+        assert rates(toy.optimizer) == [0.25, 0.5]
 
 
 # -- what is refused -------------------------------------------------------------------------------
 
 
-def by_hand(toy: Toy, ensemble: hdet.Ensemble) -> None:
+def by_hand(toy: Toy, scheduler: Any) -> None:
     toy.optimizer.param_groups[1]["lr"] *= 0.5
 
 
-def in_place(toy: Toy, ensemble: hdet.Ensemble) -> None:
+def in_place(toy: Toy, scheduler: Any) -> None:
     toy.optimizer.param_groups[1]["lr"].mul_(0.5)
 
 
-def by_a_scheduler(toy: Toy, ensemble: hdet.Ensemble) -> None:
+def by_a_scheduler(toy: Toy, scheduler: Any) -> None:
     torchs.ExponentialLR(toy.optimizer, 0.9).step()
 
 
-def by_its_own_scheduler(toy: Toy, ensemble: hdet.Ensemble) -> None:
-    ensemble._schedule.scheduler.step()
+def by_its_own_scheduler(toy: Toy, scheduler: Any) -> None:
+    scheduler.step()
 
 
-def by_a_state(toy: Toy, ensemble: hdet.Ensemble) -> None:
+def by_a_state(toy: Toy, scheduler: Any) -> None:
     state = copy.deepcopy(toy.optimizer.state_dict())
     state["param_groups"][0]["lr"] *= 3
     toy.optimizer.load_state_dict(state)
@@ -235,7 +237,7 @@ def test_a_write_of_somebody_else_is_refused_before_it_is_used(
     ensemble = hdet.Ensemble(toy.optimizer, scheduler, **settings)
     epoch(toy, ensemble)
     before = exact(toy.parameters()), ensemble.steps_done
-    write(toy, ensemble)
+    write(toy, scheduler)
     calls = (
         toy.step, ensemble.step, ensemble.state_dict, ensemble.values,
         lambda: ensemble.explore().__enter__(), lambda: ensemble.rescheduling().__enter__(),

@@ -7,8 +7,8 @@ here: what does not fit is cut.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,83 +16,37 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.runtime import interpreter
 
 import hdet
 from hdet import kernels
-from hdet.kernels import StepOptions, StepSettings, StepTensors, tables
-from hdet.kernels import numbers as numbers_in_torch
+from hdet.kernels import StepOptions, StepSettings, tables
 from hdet.kernels import triton as triton_backend
 from hdet.kernels.triton import step as triton_step
 from hdet.kernels.triton import symmetric_products as symmetric
 from hdet.kernels.triton.launch import Memory
 from hdet.optim import newton_schulz
-from hdet.triton_kernels import numbers
 from hdet.triton_kernels import symmetric as triton_symmetric
 from tests.freed import left_alive, tensors_of
 from tests.kernels import (
     cases,
     test_average,
     test_eight_bit,
+    test_far_offsets,
     test_gradients,
     test_memory,
     test_norm,
     test_numbers,
 )
 from tests.kernels.cases import CHUNK, SIZES
-from tests.kernels.problem import Problem, check, one_nan
+from tests.kernels.problem import Problem, check, final_tensors
 from tests.kernels.table import COVERING, OTHERS, STORAGE, VALUES, Case, Format
+from tests.kernels.test_step import assert_same_bits
 from tests.optim import test_freed
 
-
-def clones(column: Sequence[Tensor | None] | None) -> list[Any]:
-    return [None if tensor is None else tensor.clone() for tensor in column or []]
-
-
-class Twin:
-    """A plan that is two: every step runs on Triton and, on copies of the same tensors, on the
-    native CPU backend, and is compared."""
-
-    def __init__(self, tensors: StepTensors) -> None:
-        self.tensors = tensors
-        self.plan = kernels.step_plan(tensors, "triton")
-        copied = {
-            name: [clones(column) for column in getattr(tensors, name) or []] or None
-            for name in ("params", "masters", "moments", "scales")
-        }
-        self.copies = replace(tensors, steps=clones(tensors.steps), **copied)
-        self.native = kernels.step_plan(self.copies, "cpu")
-        self.norm, self.skipped = self.plan.norm, self.plan.skipped
-
-    def step(
-        self, gradients: Sequence[Tensor], settings: Sequence[StepSettings], options: StepOptions
-    ) -> None:
-        native_gradients = clones(gradients)
-        self.native.step(native_gradients, settings, options)
-        self.plan.step(gradients, settings, options)
-        ours, theirs = (
-            [
-                t.steps,
-                *t.moments,
-                *(t.scales or []),
-                *t.params,
-                *(t.masters or []),
-                g,
-            ]
-            for t, g in ((self.tensors, gradients), (self.copies, native_gradients))
-        )
-        for one, other in zip(map(clones, ours), map(clones, theirs), strict=True):
-            for i, (x, y) in enumerate(zip(one, other, strict=True)):
-                assert x is y is None or torch.equal(
-                    *(one_nan(t.reshape(-1)).view(torch.uint8) for t in (x, y))
-                ), f"{i} has other bits"
-        assert torch.equal(self.skipped, self.native.skipped)
-        norms = [norm.item() for norm in (self.norm, self.native.norm)]  # sums in another order
-        assert norms[0] == pytest.approx(norms[1], rel=1e-6) or not any(map(math.isfinite, norms))
-
-    def upload(self, settings: Sequence[StepSettings], options: StepOptions) -> None:
-        self.plan.upload(settings, options)
+on_triton, on_the_cpu = (
+    functools.partial(kernels.step_plan, backend=backend) for backend in ("triton", "cpu")
+)
 
 
 def cut(case: Case) -> Case:
@@ -136,37 +90,51 @@ def patch_once() -> None:
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests of the other backends, which are called below, take tensors on the CPU."""
-    for module in (cases, test_average, test_eight_bit, test_gradients, test_norm, test_numbers):
+    for module in (
+        cases,
+        test_average,
+        test_eight_bit,
+        test_far_offsets,
+        test_gradients,
+        test_norm,
+        test_numbers,
+    ):
         monkeypatch.setattr(module, "device_of", lambda backend: "cpu")
 
 
+def check_steps(case: Case) -> None:
+    """The bits of the CPU. Norms add up in another order: beside float64."""
+    if case.max_norm != 0:
+        check(case, on_triton)
+    else:
+        assert_same_bits(*(final_tensors(case, make) for make in (on_triton, on_the_cpu)))
+
+
 @pytest.mark.parametrize("case", [*COVERING, *VALUES, *OTHERS], ids=lambda case: case.name)
-def test_the_table_has_the_bits_of_the_cpu(case: Case) -> None:
-    """Which agree with float64, see test_step.py."""
-    problem = Problem(cut(case), "cpu")
-    twin = Twin(problem.tensors)
-    for turn in range(problem.case.steps):
-        gradients, settings, options = problem.arguments(turn)
-        twin.step(gradients.tensors, settings, options)
-        gradients.assert_guards()
-    problem.assert_guards()
+def test_the_table(case: Case) -> None:
+    check_steps(cut(case))
 
 
 STOCHASTIC = next(case for case in OTHERS if case.name == "stochastic")
 
 
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
 @pytest.mark.parametrize("block", [16, 64])
-def test_chunks_of_several_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_several_blocks(
+    block: int, max_norm: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a device a block is shorter than a chunk; here only if told so."""
     monkeypatch.setattr(triton_step, "block_for", lambda longest: block)
-    check(replace(STOCHASTIC, sizes=(block - 1, 2 * block + 9, 0, 3 * block), max_norm=1.0), Twin)
+    sizes = (block - 1, 2 * block + 9, 0, 3 * block)
+    check_steps(replace(STOCHASTIC, sizes=sizes, max_norm=max_norm))
 
 
 def test_slices_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device several programs share a chunk; here only if told so."""
     for module in (triton_step, triton_backend):
         monkeypatch.setattr(module, "slices_of", lambda longest, coded=False: 8)
-    check(replace(STOCHASTIC, sizes=(CHUNK + 5000, 0, 3), max_norm=1.0), Twin)
+    for max_norm in (0.0, 1.0):
+        check_steps(replace(STOCHASTIC, sizes=(CHUNK + 5000, 0, 3), max_norm=max_norm, steps=1))
     test_average.check_average([5, 0, CHUNK + 3], STORAGE["split"], 2, [0.3, 0.7], "triton")
 
 
@@ -175,11 +143,9 @@ def test_a_small_model_is_cut_into_as_many_chunks_as_keep_the_device_busy(
 ) -> None:
     monkeypatch.setattr(tables, "_multiprocessors", lambda device: 1)
     coded = Format(exp_avg=torch.uint8, exp_avg_sq=torch.uint8)
-    problem = Problem(Case("", sizes=(CHUNK + 2048, 5, 0), formats=(coded,)), "cpu")
-    twin = Twin(problem.tensors)
-    assert twin.plan.chunks.number == 10
-    gradients, settings, options = problem.arguments(0)
-    twin.step(gradients.tensors, settings, options)
+    case = Case("", sizes=(CHUNK + 2048, 5, 0), formats=(coded,), steps=1)
+    assert on_triton(Problem(case, "cpu").tensors).chunks.number == 10
+    check_steps(case)
 
 
 # numbers
@@ -193,60 +159,13 @@ def test_numbers_of_16_bits() -> None:
     test_numbers.test_a_parameter_that_was_set_to_zero_is_zero_whatever_its_lower_half("triton")
 
 
-@triton.jit
-def draw(out, inputs, BLOCK: tl.constexpr):
-    step, replica, id = (
-        tl.load(inputs + 1).to(tl.uint32),
-        tl.load(inputs + 2).to(tl.int32),
-        tl.load(inputs + 3).to(tl.int32),
-    )
-    bits = numbers.rounding_bits(tl.load(inputs), step, replica, id, tl.load(inputs + 4), BLOCK)
-    tl.store(out + tl.arange(0, BLOCK), bits.to(tl.int64))
+@pytest.mark.parametrize("operation", ["step", "average"])
+def test_elements_beyond_two_to_the_31(operation: str) -> None:
+    test_far_offsets.test_far_out_is_as_near("triton", test_far_offsets.OPERATIONS[operation])
 
 
-@pytest.mark.parametrize("element", [0, 4096, (1 << 33) + 4, (1 << 40) + 64])
-def test_random_bits_are_those_of_every_backend(element: int) -> None:
-    """Of one tensor's elements, also far beyond 2^32, where the quad's number needs the counter's
-    second word."""
-    seed, step, replica, identity = (1 << 63) + 12345, 77, 5, 9
-    out = torch.zeros(64, dtype=torch.int64)
-    draw[(1,)](out, torch.tensor([seed - (1 << 64), step, replica, identity, element]), BLOCK=64)
-    quads = element // 4 + torch.arange(16)
-    counter = (
-        quads & 0xFFFFFFFF,
-        quads >> 32 | replica << 16,
-        identity + 0 * quads,
-        step + 0 * quads,
-    )
-    assert torch.equal(out, torch.stack(numbers_in_torch.philox(seed, counter), dim=1).flatten())
-
-
-def test_elements_beyond_two_to_the_31() -> None:
-    """A chunk far into a tensor that starts as far before its memory: the same results at the same
-    addresses."""
-    far = (1 << 33) + 16384
-
-    def problem() -> tuple[list[torch.Tensor], torch.Tensor, triton_step.TritonStepPlan]:
-        generator = torch.Generator().manual_seed(3)
-        p, m, v, g = (torch.rand(100, generator=generator) for _ in range(4))
-        plan = kernels.step_plan(
-            StepTensors("adamw", [[p]], [0], [torch.zeros(())], [[m], [v]]), "triton"
-        )
-        assert isinstance(plan, triton_step.TritonStepPlan)
-        return [p, m, v], g, plan
-
-    settings = [StepSettings(0.01, (1.0,), 0.9, 0.99, 1e-8, 0.1)]
-    near, g, plan = problem()
-    plan.step([g], settings)
-    plan.step([g], settings)
-    shifted, g, plan = problem()
-    plan.step([g], settings)
-    streams = plan.addresses[:-1]  # not the step counter
-    streams.sub_(far * 4 * (streams != 0))
-    plan.placed_gradients.sub_(far * 4)
-    plan.placed_chunks[:, 0] += far
-    plan.step([g], settings)
-    assert all(torch.equal(a, b) for a, b in zip(near, shifted, strict=True))
+def test_random_bits_are_those_of_every_backend() -> None:
+    test_far_offsets.test_random_numbers_know_where_they_are("triton")
 
 
 # the other operations, by the tests of the other backends
@@ -275,7 +194,6 @@ def test_norms(sizes: str) -> None:
 
 def test_norm_edges() -> None:
     test_norm.test_of_each_tensor("triton")
-    test_norm.test_large_and_small_numbers_neither_overflow_nor_vanish("triton")
     for exponent in (-149, -45, 64):
         test_norm.test_numbers_of_every_size_count_in_full("triton", exponent)
     for bad in (math.nan, -math.inf):

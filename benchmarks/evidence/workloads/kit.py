@@ -182,25 +182,27 @@ def for_muon(model: nn.Module) -> list[dict[str, Any]]:
 # -- losses, one for each example ------------------------------------------------------------------
 
 
-def labelled(model: nn.Module, batch: Batch) -> Tensor:
-    x, y = batch
-    return F.cross_entropy(model(x), y, reduction="none")
+def loss_of(function: Callable[..., Tensor], **options: Any) -> Losses:
+    """One of torch's, of the model's output and a batch's last column; of several outputs their
+    mean."""
+
+    def losses(model: nn.Module, batch: Batch) -> Tensor:
+        *x, y = batch
+        each = function(model(*x), y, reduction="none", **options)
+        return each if each.dim() == 1 else each.flatten(1).mean(1)
+
+    return losses
 
 
-def either(model: nn.Module, batch: Batch) -> Tensor:
-    """Binary cross-entropy; y may be a probability. Of several outputs the mean."""
-    *x, y = batch
-    losses = F.binary_cross_entropy_with_logits(model(*x), y, reduction="none")
-    return losses if losses.dim() == 1 else losses.mean(1)
+labelled = loss_of(F.cross_entropy)
+either = loss_of(F.binary_cross_entropy_with_logits)
+"""y may be a probability."""
+mean_squares = loss_of(F.mse_loss)
 
 
 def squares(model: nn.Module, batch: Batch) -> Tensor:
     *x, y = batch
     return (model(*x) - y).square()
-
-
-def mean_squares(model: nn.Module, batch: Batch) -> Tensor:
-    return squares(model, batch).flatten(1).mean(1)
 
 
 def contrast(model: nn.Module, batch: Batch) -> Tensor:

@@ -22,6 +22,7 @@ from .kit import (
     for_muon,
     in_epochs,
     labelled,
+    loss_of,
     mlp,
     rising,
     sines,
@@ -278,14 +279,9 @@ def _deep_rows(g: Draw, count: int) -> Batch:
     return x, _sine("deep", x) + (x[:, 0] * x[:, 1]).tanh()
 
 
-def _huber(model: nn.Module, batch: Batch) -> Tensor:
-    x, y = batch
-    return F.huber_loss(model(x), y, reduction="none", delta=1.0)
-
-
 @FIELD.workload(
     "huber-mlp-heavy-tails", "a value with heavy tails", "fused-muon", "wsd", 1e-3,
-    lambda: _gelu_mlp(1, flat=True), _huber, key="heavy", size=64, decay=for_muon,
+    lambda: _gelu_mlp(1, flat=True), loss_of(F.huber_loss), key="heavy", size=64, decay=for_muon,
 )  # fmt: skip
 def _heavy_tails(g: Draw, count: int) -> Batch:
     x = g.randn(count, INPUTS)
@@ -325,14 +321,9 @@ def _censored(g: Draw, count: int) -> Batch:
     return x, ((at <= month) & (at < looked)).float(), (at == month).float()
 
 
-def _absolute_losses(model: nn.Module, batch: Batch) -> Tensor:
-    x, y = batch
-    return (model(x) - y).abs()
-
-
 @FIELD.workload(
     "mlp-unscaled-targets", "targets far from 0", "adamw-0.95", "wsd", 1e-3,
-    lambda: _silu_mlp(1, flat=True), _absolute_losses, key="unscaled", size=64,
+    lambda: _silu_mlp(1, flat=True), loss_of(F.l1_loss), key="unscaled", size=64,
 )  # fmt: skip
 def _unscaled(g: Draw, count: int) -> Batch:
     x = g.randn(count, INPUTS)
@@ -475,15 +466,12 @@ def _habits() -> tuple[Tensor, Tensor]:
     return g.randn(COUNTED_PEOPLE, 5), g.randn(COUNTED_THINGS, 5)
 
 
-def _poisson_losses(model: nn.Module, batch: Batch) -> Tensor:
-    people, things, seen = batch
-    said = model(people, things)
-    return F.poisson_nll_loss(said, seen, log_input=True, full=True, reduction="none")
+_poisson = loss_of(F.poisson_nll_loss, log_input=True, full=True)
 
 
 @FIELD.workload(
     "poisson-counts", "counts of what people do", "lion", "wsd", 1e-4,
-    Counter, _poisson_losses, key="counted", size=64,
+    Counter, _poisson, key="counted", size=64,
 )  # fmt: skip
 def _counts(g: Draw, count: int) -> Batch:
     people, things = g.below(COUNTED_PEOPLE, count), g.below(COUNTED_THINGS, count)

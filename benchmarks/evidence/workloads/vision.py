@@ -216,13 +216,9 @@ class UNet(nn.Module):
         return self.out(self.up(torch.cat([fine, F.interpolate(coarse, scale_factor=2)], 1)))
 
 
-def _pixel_losses(model: nn.Module, batch: Batch) -> Tensor:
-    return labelled(model, batch).mean((1, 2))
-
-
 @FIELD.workload(
     "unet-shapes", "segmentation of discs and bars", "sgd", "linear", 0.1,
-    UNet, _pixel_losses, key="shapes", size=16, decay=5e-4,
+    UNet, labelled, key="shapes", size=16, decay=5e-4,
 )  # fmt: skip
 def _shapes(g: Draw, count: int) -> Batch:
     y, x = torch.meshgrid(torch.arange(SHAPE_SIDE), torch.arange(SHAPE_SIDE), indexing="ij")

@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tests.limits import HANG_S
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "adding-an-optimizer.md").read_text(encoding="utf-8")
 RULE, PEER = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
 PROGRAM = f"""

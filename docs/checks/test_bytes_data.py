@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from examples.bytes.data import load_corpus, sample_batch
 
 

@@ -7,7 +7,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "promises.md"
 TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 

@@ -1,6 +1,6 @@
 """docs/adding-a-kernel.md: its C++, its Triton and its reference run, and give the same bits.
 
-(Its other blocks: docs/checks.)
+(Its other blocks: test_pages.py.)
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from tests.limits import HANG_S
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "adding-a-kernel.md").read_text(encoding="utf-8")
 COMPILER = os.environ.get("CXX") or shutil.which("c++")
 

@@ -13,14 +13,12 @@ from unittest import mock
 
 import pytest
 import torch
-
 from examples.bytes import training
 from examples.bytes.__main__ import main as train
 from examples.bytes.model import GPTConfig
 from examples.bytes.training import Run
 from hdet.cli.main import main
-
-from ..distributed import torchrun
+from tests.distributed import torchrun
 
 SIZES = {
     "GPTConfig": partial(GPTConfig, context=16, width=16, layers=1, heads=2),
