@@ -175,20 +175,18 @@ class RollCall(threading.Thread):
         self.present = {self.own}
 
     def run(self) -> None:
-        try:
-            self._ask(dist.distributed_c10d._get_default_store())
-        except Exception:  # noqa: BLE001 - whatever it is must not hide what has happened
-            self.has_store = False
-
-    def _ask(self, store: Any) -> None:
         others = [rank for rank in self.ranks if rank != self.own]
         answers = list(map(_answer, others))
-        store.set(_answer(self.own), "")
-        self.has_store = True
-        deadline = time.monotonic() + PATIENCE_S
-        while not store.check(answers) and time.monotonic() < deadline:
-            time.sleep(PATIENCE_S / 10)
-        self._find_present(store, others)
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(_answer(self.own), "")
+            self.has_store = True
+            deadline = time.monotonic() + PATIENCE_S
+            while not store.check(answers) and time.monotonic() < deadline:
+                time.sleep(PATIENCE_S / 10)
+            self._find_present(store, others)
+        except Exception:  # noqa: BLE001 - whatever it is must not hide what has happened
+            self.has_store = False
 
     def _find_present(self, store: Any, ranks: list[int]) -> None:
         """By halves: with m of n missing about m log n messages, for the store has one process."""

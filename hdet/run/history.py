@@ -75,17 +75,13 @@ class Records:
         self._told.add(note)
 
     def tell_report(self) -> None:
-        controller, search = self.engine.controller, self.search
-        if search is not None:
-            self._tell_report(search.name, search.report(), search.done or search.is_too_short)
-        if controller is not None:
-            self._tell_report(controller.name, controller.report(), controller.idle)
-
-    def _tell_report(self, name: str, report: str, is_idle: bool) -> None:
-        if report not in ("", self._last_reports.get(name)):
-            tell = self.tell or _LOG.debug
-            # Whoever shows no INFO would wait for one that does nothing from the start on.
-            if self.engine.step == 0 and is_idle:
-                tell = _LOG.warning
-            tell(f"hdet, {name}: {report}")
-        self._last_reports[name] = report
+        for one in (self.search, self.engine.controller):
+            if one is None:
+                continue
+            report, before = one.report(), self._last_reports.get(one.name)
+            if report not in ("", before):
+                # Whoever shows no INFO would wait for one that does nothing from the start on.
+                is_idle = self.engine.step == 0 and one.idle
+                tell = _LOG.warning if is_idle else self.tell or _LOG.debug
+                tell(f"hdet, {one.name}: {report}")
+            self._last_reports[one.name] = report

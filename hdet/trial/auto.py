@@ -250,9 +250,9 @@ class AutoLR:
         return Budget(self.budget, self.total_steps)
 
     @property
-    def is_too_short(self) -> bool:
-        """Is the run too short for the trial that was not forbidden?"""
-        return self._budget.is_too_small
+    def idle(self) -> bool:
+        """Is it over, or the run too short for the trial that was not forbidden?"""
+        return self.done or self._budget.is_too_small
 
     # -- what a user asks --------------------------------------------------------------------------
 

@@ -40,8 +40,7 @@ class Displacement:
 
     def __init__(self, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._weights = weights
-        samples = self._samples()
-        self._first = {name: sample for name, sample in samples.items() if sample.norm() > 0}
+        self._first = {name: own for name, own in self._samples().items() if own.norm() > 0}
 
     def _samples(self) -> dict[tuple[bool, str], torch.Tensor]:
         tensors = {

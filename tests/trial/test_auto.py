@@ -147,7 +147,7 @@ def test_a_trial_is_made_where_it_is_within_the_budget(
 ) -> None:
     run = auto_run(scheduler=None, total_steps=total, of={"budget": budget})
     assert run.ensemble.report().startswith(plan)
-    assert run.search.is_too_short == (FEW in plan)
+    assert run.search.idle == (FEW in plan)
     if plan.startswith(TRIED) or FEW in plan:
         trial = run.steps(ALL).search.interval.trial
         assert bool(trial.first_losses) == plan.startswith(TRIED)
