@@ -261,15 +261,13 @@ class Ensemble:
             self._cycles.has_explored = True
             yield
 
-    @contextmanager
-    def rescheduling(self) -> Iterator[None]:
+    def rescheduling(self) -> AbstractContextManager[None]:
         """Around a schedule that you step yourself (timm's, ReduceLROnPlateau, a formula in the
         loop): inside, knobs have the schedule's own values, without corrections. What stands there
         at the end becomes the schedule's next values. Build such a scheduler before, or inside.
         Raises ValueError inside itself, or where somebody has written a value outside."""
         self._cycles.check_no_arm("rescheduling")
-        with self._schedule.rescheduling():
-            yield
+        return self._schedule.rescheduling()
 
     def set_value(self, name: str, value: float) -> None:
         """Set the base value of the knob ``name``, on all ranks alike: its schedule goes on from

@@ -78,7 +78,7 @@ class Cycles:
 
     def begin(self) -> None:
         """A cycle: its multipliers, its measurements."""
-        self.measurements.begin_cycle()
+        self.measurements.release(keep=self.engine.plan.measures)
         self.reset_losses()
         self.has_explored, self.has_samples = False, bool(self.engine.plan.measures)
         table = self.engine.multipliers()

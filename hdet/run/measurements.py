@@ -38,10 +38,11 @@ class Measurements:
 
     # -- a cycle, in this order --------------------------------------------------------------------
 
-    def begin_cycle(self) -> None:
-        """Releases what the plan does not name any more."""
+    def release(self, keep: Sequence[str] = ()) -> None:
+        """All but those that the plan of a cycle that begins names; where the Ensemble is closed,
+        all."""
         for name, measurement in self._all.items():
-            if name not in self._engine.plan.measures:
+            if name not in keep:
                 measurement.release()
 
     def reset(self) -> None:
@@ -71,11 +72,6 @@ class Measurements:
     def split(self, rows: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[list[float]]]:
         """By name, [replica]: what its rows, added up over its ranks, say."""
         return {name: self._all[name].split(own) for name, own in rows.items()}
-
-    def release(self) -> None:
-        """The Ensemble is closed."""
-        for measurement in self._all.values():
-            measurement.release()
 
     # -- where the run is --------------------------------------------------------------------------
 
