@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -122,18 +122,15 @@ def _wrong_values(run: Setup) -> Iterator[str]:
         yield "scheduler belongs to another optimizer: build it with the one given to the Ensemble"
 
 
-def averaged_tensors(
-    optimizer: Optimizer, buffers: Iterable[torch.Tensor] | nn.Module
-) -> ReplicaTensors:
+def averaged_tensors(run: Setup) -> ReplicaTensors:
     """The optimizer's parameters, then the buffers; of a module, all of its buffers that have an
     average, whichever those are by then. Raises TypeError for buffers of another kind."""
-    tensors = [p for group in optimizer.param_groups for p in group["params"]]
-    if isinstance(buffers, nn.Module):
-        return ReplicaTensors(tensors, model=buffers)
-    listed = list(buffers)
+    if isinstance(run.sync.buffers, nn.Module):
+        return ReplicaTensors(run.trained, model=run.sync.buffers)
+    listed = list(run.sync.buffers)
     if not all(isinstance(buffer, torch.Tensor) for buffer in listed):
         raise TypeError(f"buffers must be a module or a list of tensors, got {listed!r}")
-    return ReplicaTensors(tensors, listed)
+    return ReplicaTensors(run.trained, listed)
 
 
 def check_averaged(tensors: ReplicaTensors) -> None:

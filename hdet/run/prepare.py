@@ -32,7 +32,7 @@ def prepare(given: Setup) -> Setup:
     sync, divergence = given.sync or Sync(), given.divergence or Divergence()
     run = replace(given, knobs=knobs, sync=sync, divergence=divergence)
     rules.check_arguments(run)
-    tensors = rules.averaged_tensors(optimizer, sync.buffers)
+    tensors = rules.averaged_tensors(run)
     check_tied(sync.tied, tensors)
     replicas = Replicas.of_shards(tensors) if given.replicas is None else given.replicas
     decides = run.moves_values or divergence.rollback is not None
