@@ -41,7 +41,7 @@ class FanOut:
     """
 
     def __init__(self, run: Setup) -> None:
-        self._run, optimizer = run, run.optimizer
+        optimizer = run.optimizer  # not all of ``run``, whose search holds `aside` in turn
         self.optimizer, self.schedule, self.knobs = optimizer, run.schedule, run.schedule.knobs
         self.multipliers: list[list[float]] = [[1.0] * len(self.knobs)]  # [replica][knob]
         self.explored: int | None = None
@@ -108,7 +108,7 @@ class FanOut:
             else:
                 result = inner(*args, **kwargs)
             if self.gradient_norm is None:  # a closure has made the gradients
-                self.gradient_norm = gradient_norm(self._run.trained)
+                self.gradient_norm = self._norm()
             self.stepped = True
             return result
         finally:
@@ -129,7 +129,7 @@ class FanOut:
         if self._needs_dense:  # in each step it would cost too much
             _check_dense_gradients(self.optimizer)
         if self.gradient_norm is None and is_ready:
-            self.gradient_norm = gradient_norm(self._run.trained)
+            self.gradient_norm = self._norm()
         self._on_cycle_start()
         self._is_first_step = False
 
@@ -197,6 +197,9 @@ class FanOut:
                 "profiler or another library) before the Ensemble was made: make the Ensemble "
                 "first, or look optimizer.step up again after it"
             )
+
+    def _norm(self) -> torch.Tensor:
+        return gradient_norm(p for group in self.optimizer.param_groups for p in group["params"])
 
     # -- a cycle -----------------------------------------------------------------------------------
 
