@@ -105,11 +105,13 @@ class Ensemble:
         seed: int = 0,
         log: Callable[[CycleRecord, int], object] | None = None,
     ) -> None:
-        given = Setup(
-            optimizer, scheduler, knobs, search, controller, replicas, sync, divergence,  # type: ignore[arg-type]
-            design, warmup_steps, total_steps, seed, log,
+        given: dict[str, Any] = {"replicas": replicas, "sync": sync, "divergence": divergence}
+        run = prepare(
+            Setup(
+                optimizer, scheduler, knobs, search, controller, design=design,
+                warmup_steps=warmup_steps, total_steps=total_steps, seed=seed, log=log, **given,
+            )
         )  # fmt: skip
-        run = prepare(given)
         self.optimizer, self.search, self.controller = optimizer, search, controller
         self.parameters, self.replicas, self.run = run.tensors, run.replicas, run.facts
         self.sync, self.divergence, self.knobs = run.sync, run.divergence, run.engine.knobs

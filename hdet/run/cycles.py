@@ -54,10 +54,10 @@ class Cycles:
     ) -> None:
         self.engine, self.schedule, self.search = run.engine, run.schedule, run.search
         self.fan_out, self._agreement = fan_out, agreement
-        # Ways of averaging may keep a second set of parameters in the optimizer: made last.
-        self.parameters = parameters = ReplicaParameters(run)
         self.replicas, self._divergence = run.replicas, run.divergence
         self._guard, self.measurements = guard, Measurements(run, guard)
+        # It may keep a second set of parameters in the optimizer, so nothing is refused after it.
+        self.parameters = parameters = ReplicaParameters(run)
         self.losses = [LossMeter(parameters.device) for _ in run.replicas.local]
         """[local replica]: since the running cycle began."""
         self._is_local, self._times_device = run.is_local, run.log is not None
