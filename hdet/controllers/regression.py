@@ -82,10 +82,7 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _gram(design: Matrix) -> list[list[float]]:
-    """Symmetric, so each product of two columns once."""
-    lower = [[_dot(a, b) for b in design[: i + 1]] for i, a in enumerate(design)]
-    size = range(len(design))
-    return [[lower[max(i, j)][min(i, j)] for j in size] for i in size]
+    return [[_dot(a, b) for b in design] for a in design]
 
 
 def _solve(matrix: Matrix, right: Sequence[float]) -> list[float] | None:
