@@ -27,14 +27,10 @@ def slopes(multipliers: Matrix, probes: Rows) -> list[list[float]] | None:
     if len(rows) < 2:
         return None
     gram = _gram(design)
-    fits = []
-    for losses in zip(*rows, strict=True):
-        y = _centred(losses)
-        fit = _solve(gram, [_dot(x, y) for x in design])
-        if fit is None:
-            return None
-        fits.append(fit)
-    return [list(knob) for knob in zip(*fits, strict=True)]
+    centred = map(_centred, zip(*rows, strict=True))
+    fits = [_solve(gram, [_dot(x, y) for x in design]) for y in centred]
+    known = [fit for fit in fits if fit is not None]  # all or none: they have one matrix
+    return [list(knob) for knob in zip(*known, strict=True)] if known else None
 
 
 def unexplained(multipliers: Matrix, probes: Rows) -> tuple[float, int, list[float]]:

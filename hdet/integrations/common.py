@@ -138,11 +138,6 @@ class Adapter:
         ensemble.report_to(self.tell)
         return ensemble
 
-    def follow(self, ensemble: Ensemble, schedulers: Sequence[tuple[Any, int]]) -> None:
-        """See `Ensemble.simulate`, where somebody asks for the peak."""
-        if schedulers and (ensemble.search or ensemble.controller):
-            ensemble.simulate(schedulers)
-
     def add_group(self, number: int, group: dict[str, Any]) -> None:
         """Add a parameter group to the optimizer in mid-run, on all ranks alike: replicas are
         averaged, and a new Ensemble goes on where the old one was.

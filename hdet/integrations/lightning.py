@@ -127,7 +127,8 @@ class HdetCallback(Adapter, _Callback):
                 if not isinstance(config.scheduler, _Rescheduled):
                     stand_in = _Rescheduled(config.scheduler, self, number)
                     self._taken_over.enter_context(mock.patch.object(config, "scheduler", stand_in))
-            self.follow(ensemble, [(of.scheduler.inner, self._period(of)) for of in configs])
+            if configs and (ensemble.search or ensemble.controller):  # which ask for the peak
+                ensemble.simulate([(of.scheduler.inner, self._period(of)) for of in configs])
 
     def _period(self, config: Any) -> int:
         """Of a scheduler, in optimizer steps."""

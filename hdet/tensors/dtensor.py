@@ -87,11 +87,6 @@ def reshard(model: nn.Module) -> None:
             given.reshard()
 
 
-def is_partial(tensor: Any) -> bool:
-    """Is it a DTensor whose value is a sum that has not been taken?"""
-    return is_sharded(tensor) and any(placement.is_partial() for placement in tensor.placements)
-
-
 def alike(tensor: Any, other: Any) -> bool:
     """Are both plain, or both laid over the same mesh with the same placements?"""
     if not is_sharded(tensor) or not is_sharded(other):
@@ -220,10 +215,10 @@ def sharding_dims(tensor: Tensor, name: str) -> tuple[int, ...]:
     """
     if not is_sharded(tensor):
         return ()
-    if is_partial(tensor):
+    placements = cast(Any, tensor).placements
+    if any(placement.is_partial() for placement in placements):
         raise ValueError(
             f"{name} is {described(tensor)}: a sum that has not been taken; use redistribute to "
             "Replicate() or Shard() first"
         )
-    placements = cast(Any, tensor).placements
     return tuple(dim for dim, placement in enumerate(placements) if not placement.is_replicate())
