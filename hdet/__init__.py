@@ -7,29 +7,26 @@ and `AutoLR` (any optimizer, any scheduler), or with `OneCycleAutoLR`, the drop-
 
 from __future__ import annotations
 
-import ast
 import importlib
-from pathlib import Path
-from typing import Any
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    alias.name: node.module
-    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text("utf-8")).body
-    if isinstance(node, ast.ImportFrom)
-    for alias in node.names
-}
-"""The module of each public name, as the stub has it; None: the name is a module."""
+with open(f"{__path__[0]}/__init__.pyi", encoding="utf-8") as _stub:
+    # "from .home import name as name"
+    _IMPORTS = [line.split() for line in _stub if line.startswith("from .")]
+_HOMES = {words[-1]: words[1] for words in _IMPORTS}
+"""The module of each public name, as the stub has it; ".": the name is a module."""
 __all__ = [*_HOMES, "__version__"]  # noqa: PLE0604 - the keys are the names
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """On first use, so that the command line answers --help without importing torch."""
-    if name not in _HOMES:
+    home = _HOMES.get(name)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = importlib.import_module(f".{_HOMES[name] or name}", __name__)
-    return getattr(home, name) if _HOMES[name] else home
+    if home == ".":
+        return importlib.import_module(f".{name}", __name__)
+    return getattr(importlib.import_module(home, __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,5 @@
-# Where each public name of hdet is; hdet/__init__.py reads this. csrc/generate.py prints the lines
-# of hdet.optim.classes.
+# Where each public name of hdet is: hdet/__init__.py reads this, a line a name. csrc/generate.py
+# prints those of hdet.optim.classes.
 
 from . import checkpoint as checkpoint
 from . import converge as converge

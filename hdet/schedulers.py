@@ -52,8 +52,8 @@ class OneCycleAutoLR(OneCycleLR):
         loss_scale, lr_of_lr, momentum_of_lr: sigma, lambda and beta of that controller.
         replicas: who takes part; default the world if torch.distributed is initialised; or a
             `CoresidentReplicas`.
-        search: as in `Ensemble`. With it, or a controller that tells knobs apart by regression (the
-            probe), all parameter groups are one knob.
+        search: as in `Ensemble`. With it, or another controller than the published one, all
+            parameter groups are one knob.
         controller: another controller; it is used whether or not ``enable_auto_lr`` is set.
         sync: as in `Ensemble`, but for ``every``, which is ``model_sync_interval``.
         settings: further ones of the `Ensemble`: divergence, seed, log, design.
@@ -126,8 +126,8 @@ class OneCycleAutoLR(OneCycleLR):
                 strategy, cycle_momentum, base_momentum, max_momentum,
                 div_factor, final_div_factor, three_phase, last_epoch,
             )  # fmt: skip
-            is_one_knob = search is not None or getattr(controller, "regresses", False)
-            groups = "each" if len(optimizer.param_groups) > 1 and not is_one_knob else None
+            is_published = search is None and _is_published(controller)
+            groups = "each" if len(optimizer.param_groups) > 1 and is_published else None
             if search is not None and auto_lr_warmup_steps == PUBLISHED_WARMUP:
                 auto_lr_warmup_steps = 0
             self.ensemble = Ensemble(
@@ -190,6 +190,13 @@ class OneCycleAutoLR(OneCycleLR):
         torchs = {key: value for key, value in state_dict.items() if key != "ensemble"}
         self.ensemble.load_state_dict({**own, "scheduler": torchs})
         self._take_last_lr()
+
+
+def _is_published(controller: Controller | None) -> bool:
+    """Is every parameter group a knob? What compares replicas more closely could not tell so many
+    apart."""
+    parts = controller.parts.values() if isinstance(controller, Controller) else ()
+    return controller is None or any(isinstance(x, SoftmaxController) for x in (controller, *parts))
 
 
 class _TorchPart:

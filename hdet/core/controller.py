@@ -49,8 +49,7 @@ class Controller:
     needs_replicas = True
     """Does it learn from differences between replicas? If not, replicas train alike."""
     regresses = False
-    """Does it tell knobs apart by regression over replicas? Then there can be at most N - 1, and
-    `OneCycleAutoLR` gives it one for all parameter groups."""
+    """Does it tell knobs apart by regression over replicas? Then there can be at most N - 1."""
     state_keys: Mapping[str, Check] | Sequence[str] = ()
     """Attributes that are the state: numbers, booleans, and lists of them. A mapping also says how
     each is checked before it is loaded (hdet/core/schema.py)."""

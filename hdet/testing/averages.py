@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,10 +62,10 @@ class AveragingContract:
         if self.error is not None:
             one, two = self._reports()["steps"]
             for end in range(EVERY - 1, len(one), EVERY):
-                _check_mean(one[end], two[end], self.error)
+                _check_mean((one[end], two[end]), self.error)
 
     def test_converge_gives_the_mean_now_and_nothing_is_kept_back(self) -> None:
-        _check_mean(*self._reports()["converged"], 1e-6)
+        _check_mean(self._reports()["converged"], 1e-6)
         assert self._reports()["in sync"] == [True, True]
 
     def test_a_replica_that_is_lost_adds_nothing_and_takes_the_average(self) -> None:
@@ -89,10 +89,10 @@ class AveragingContract:
         return {name: [report[name] for report in found] for name in found[0]}
 
 
-def _check_mean(one: Any, two: Any, error: float) -> None:
-    """Of each replica: (weights after an average, before it)."""
-    mean = (one[1].double() + two[1].double()) / 2
-    assert float((one[0] - mean).abs().max()) <= error * float(mean.abs().max())
+def _check_mean(replicas: Sequence[Any], error: float) -> None:
+    """[replica]: (weights after an average, before it)."""
+    mean = torch.stack([before.double() for _, before in replicas]).mean(0)
+    assert float((replicas[0][0] - mean).abs().max()) <= error * float(mean.abs().max())
 
 
 def _report(optimizer: Callable[..., Any], sync: Sync) -> dict[str, Any]:

@@ -46,8 +46,7 @@ class Loop:
             self.optimizer, scheduler, knobs=[LearningRate(0.3)], replicas=self.replicas, sync=sync,
             controller=self.controller,
         )  # fmt: skip
-        self.before = self.weights()
-        """Before the last ``ensemble.step``."""
+        self.before = self.weights()  # the last ``ensemble.step``
 
     def weights(self) -> torch.Tensor:
         return torch.cat([p.detach().flatten() for p in self.net.parameters()]).clone()
@@ -90,8 +89,7 @@ class Loop:
 
 
 def run_on_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
-    """``function(*args)`` in new processes with a gloo group; results by rank. All must pickle: a
-    function at the top of a module."""
+    """``function(*args)`` in new processes with a gloo group; results by rank. All must pickle."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(world, spawn) as pool:
         calls = [pool.submit(_on_rank, folder, r, world, function, args) for r in range(world)]
@@ -100,9 +98,8 @@ def run_on_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[A
 
 def _on_rank(folder: str, rank: int, world: int, function: Callable[..., Any], args: Any) -> Any:
     torch.set_num_threads(1)
-    meeting = dist.FileStore(str(Path(folder, "store")), world)
-    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world)
+    store = dist.FileStore(str(Path(folder, "store")), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     result = function(*args)
     dist.barrier()  # nobody leaves while others still read
-    dist.destroy_process_group()
     return result

@@ -84,17 +84,6 @@ def test_a_recorded_run_is_decided_again_bitwise(name: str) -> None:
     assert moved or name in ("a shadow", "softmax, its own decay", "a search, then a probe")
 
 
-def test_a_resumed_run_is_decided_again_from_its_state() -> None:
-    make, settings = MAKES["probe"]
-    first = run(make, **settings).steps(100)
-    state = json.loads(json.dumps(first.controller.state_dict()))
-    records = first.steps().records[10:]
-    again = make(model())
-    again.start(first.ensemble.run)
-    again.load_state_dict(state)
-    assert list(differences(again, records)) == []
-
-
 # -- in the shadow: it decides, is recorded, and touches nothing -----------------------------------
 
 SHOWN = ["softmax", "softmax, its own decay", "probe"]

@@ -264,8 +264,9 @@ def test_copies_that_are_not_alike() -> None:
         with pytest.raises(ValueError, match=message):
             optimizer.set_replicas(2, given)
     assert optimizer.num_replicas == 1 and optimizer.multipliers == [[1.0]] and not optimizer.state
-    with pytest.raises(ValueError, match="replica 1 does not exist"):
-        optimizer.replica_parameters(1)
+    for k in (-1, 1, 2):
+        with pytest.raises(ValueError, match=f"replica {k} does not exist"):
+            optimizer.replica_parameters(k)
     optimizer.set_replicas(2, lambda p: [p, p.detach()])
     set_gradients(params, 0)
     with pytest.raises(ValueError, match="overlap in memory"):

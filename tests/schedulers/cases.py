@@ -133,10 +133,18 @@ def pair(build: Any, case: Case, rank: int = 0, **more: Any) -> tuple[Toy, Any]:
     return toy, build(toy.optimizer, **{**copy.deepcopy(case.arguments), **ours, **more})
 
 
+class Played(Scripted, hdet.SoftmaxController):
+    """One to which a `OneCycleAutoLR` gives a knob for each parameter group."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.decay = None
+
+
 def played(rho: float, factors: Sequence[float] = (), cycle: int = 1) -> Scripted:
     """A controller that plays a replica with the multiplier rho, and asks for factors of its knobs
     at the end of one cycle."""
-    return Scripted([1.0] * cycle + [factors or 1.0], [rho] * (len(factors) or 2))
+    return Played([1.0] * cycle + [factors or 1.0], [rho] * (len(factors) or 2))
 
 
 def rates(optimizer: Optimizer) -> list[float]:
