@@ -150,7 +150,7 @@ class _ExactLocal(Averager):
         self._cycles += 1
         if len(set(shares)) > 1:
             return "the replicas' weights are not uniform"
-        for changed in _why_no_mean(self._optimizer):
+        if (changed := next(_why_no_mean(self._optimizer), None)) is not None:
             return changed
         if self._cycles < self._check_every:
             return None

@@ -60,8 +60,8 @@ def compare(entries: Entries, group: dist.ProcessGroup, device: torch.device) ->
     """Raise `ReplicaDisagreement`, on all ranks of ``group`` alike, unless their entries agree.
 
     Digests are sent first. Where they differ one rank for each value sends it, so that the message
-    leads to the very number in a nested value. Entries of another version of hdet, which is an
-    entry itself, are left out. ``device``: this rank's.
+    leads to the very number in a nested value. What another version of hdet does not have is
+    compared among those that have it; the version is an entry itself. ``device``: this rank's.
     """
     own = {name: (digest(scope), digest(value)) for name, (scope, value) in entries.items()}
     differing = _differing(gathered(own, group, device))
