@@ -24,6 +24,7 @@ from .run.cycles import Cycles, ReplicasDiverged
 from .run.fan_out import FanOut
 from .run.faults import Guard
 from .run.history import Records
+from .run.measurements import Measurements
 from .run.mistakes import (
     refuse_backward,
     refuse_eval_mode,
@@ -106,17 +107,18 @@ class Ensemble:
         seed: int = 0,
         log: Callable[[CycleRecord, int], object] | None = None,
     ) -> None:
-        given = Setup(
-            optimizer, scheduler, knobs, search, controller, replicas, sync, divergence,  # type: ignore[arg-type]
-            design, warmup_steps, total_steps, seed, log,
+        given: dict[str, Any] = {"replicas": replicas, "sync": sync, "divergence": divergence}
+        run = prepare(
+            Setup(
+                optimizer, scheduler, knobs, search, controller, design=design,
+                warmup_steps=warmup_steps, total_steps=total_steps, seed=seed, log=log, **given,
+            )
         )  # fmt: skip
-        run = prepare(given)
         self.optimizer, self.search, self.controller = optimizer, search, controller
         self.parameters, self.replicas, self.run = run.tensors, run.replicas, run.facts
         self.sync, self.divergence, self.knobs = run.sync, run.divergence, run.engine.knobs
         self._schedule, self._engine = run.schedule, run.engine
         self._has_modes, self._lost_state = is_schedule_free(optimizer), run.schedule.doubt
-        # Ways of averaging may keep a second set of parameters in the optimizer: made last.
         self._guard, self._fan_out = Guard(run.replicas, run.engine), FanOut(run)
         self._agreement, self._records = Agreement(run), Records(run)
         if search is not None:
@@ -125,10 +127,14 @@ class Ensemble:
                 self._fan_out.aside, run.sync.refresh is not None, run.schedule.find_doubt,
             ))  # fmt: skip
             search.done = search.done or run.engine.step > 0  # the first steps are over
+        measurements = Measurements(run, self._guard)
+        # It may keep a second set of parameters in the optimizer, so nothing is refused after it.
         parameters = ReplicaParameters(run)
         self.averager = parameters.average
         self._moments = parameters.moments
-        self._cycles = Cycles(run, self._fan_out, parameters, self._agreement, self._guard)
+        self._cycles = Cycles(
+            run, self._fan_out, parameters, measurements, self._agreement, self._guard
+        )
         self._fan_out.attach(self._cycles.begin_steps)
         run.replicas.attach(optimizer)
         self._detach = weakref.finalize(self, self._cycles.close)

@@ -43,6 +43,7 @@ class Cycles:
         run: what it is made of.
         fan_out: puts multipliers into the optimizer's step.
         parameters: averages the replicas.
+        measurements: the controller's.
         agreement: sees the parameters before the first step.
         guard: put, with a name, around what communicates.
     """
@@ -52,6 +53,7 @@ class Cycles:
         run: Setup,
         fan_out: FanOut,
         parameters: ReplicaParameters,
+        measurements: Measurements,
         agreement: Agreement,
         guard: Guard,
     ) -> None:
@@ -62,7 +64,7 @@ class Cycles:
             run.optimizer,
             run.divergence,
         )
-        self._guard, self.measurements = guard, Measurements(run, guard)
+        self._guard, self.measurements = guard, measurements
         self.losses = [LossMeter(parameters.device) for _ in run.replicas.local]
         """[local replica]: since the running cycle began."""
         self._is_local, self._times_device = run.is_local, run.log is not None

@@ -16,6 +16,7 @@ from hdet.replicas.topology import WIDTH
 from hdet.rules import DECOUPLED
 
 from ..distributed import run_ranks
+from ..harness import TwoReplicas, model, probe
 from .helpers import equal, task
 
 SPREAD = {2: [0.7, 1.3], 4: [0.7, 0.9, 1.1, 1.3]}
@@ -189,6 +190,17 @@ def registered(optimizer: torch.optim.Optimizer) -> int:
     """Hooks of an instance, of all kinds."""
     found = [name for name in vars(optimizer) if re.fullmatch(r"_optimizer_\w+_hooks", name)]
     return sum(len(vars(optimizer)[name]) for name in found)
+
+
+def test_a_run_that_is_refused_leaves_the_optimizer_as_it_is() -> None:
+    """Also by a measurement, which sees the run late; this way keeps a second set in it."""
+    optimizer = hdet.FusedAdamW(model().parameters(), weight_decay=0.0)
+    settings: Any = {"replicas": TwoReplicas(), "sync": hdet.Sync(converge=ExactLocal())}
+    with pytest.raises(ValueError, match="no parameter of this optimizer"):
+        hdet.Ensemble(optimizer, controller=probe(model()), **settings)
+    assert optimizer.num_replicas == 1 and "step" not in vars(optimizer)
+    run = hdet.Ensemble(optimizer, **settings)
+    assert optimizer.num_replicas == 2 and run.in_sync
 
 
 WAYS = [ExactLocal(), Compressed("int8", block=16)]
