@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -86,8 +87,7 @@ class Prepared(Adapter, StandIn):
         trial = ensemble.search
         if trial is not None and trial.budget != 0:
             trial.scaler = trial.scaler or self.scaler
-            if trial.before_step is not None:
-                trial.before_step = leave_scaled(accelerator)(trial.before_step)
+            self._clip, trial.before_step = trial.before_step, self.clip_gradients
         self._user_log = ensemble.report_to(self.tell, self._log_record)
         accelerator.register_for_checkpointing(self)
         accelerator.register_save_state_pre_hook(self._before_save)
@@ -126,6 +126,11 @@ class Prepared(Adapter, StandIn):
             self.losses_of(self.model, part).mean() / self.accelerator.gradient_accumulation_steps
         )
 
+    def clip_gradients(self) -> None:
+        if self._clip is not None:
+            with leave_scaled(self.accelerator):
+                self._clip()
+
     # -- where others look -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,11 +168,10 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
-def leave_scaled(accelerator: Any) -> Any:
-    """Around what may clip gradients that the GradScaler scales no more, as those of an arm, in a
-    ``with`` or as a decorator: accelerate's clipping would unscale them, and has no setting against
-    it."""
-    return mock.patch.object(accelerator, "unscale_gradients", lambda *_, **__: None)
+def leave_scaled(accelerator: Any) -> AbstractContextManager[Any]:
+    """Around what may clip gradients that the GradScaler scales no more, as those of an arm:
+    accelerate's clipping would unscale them, and has no setting against it."""
+    return mock.patch.object(accelerator, "unscale_gradients")
 
 
 def refresh_step(prepared: Any) -> None:
