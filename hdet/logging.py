@@ -85,12 +85,11 @@ def scalars(record: Mapping[str, Any], prefix: str = "hdet/") -> dict[str, float
 
 
 def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _numbers(item, f"{name}/{key}")
-    elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            yield from _numbers(item, f"{name}/{number}")
     elif isinstance(value, (bool, int, float)):
         yield name, float(value)
 

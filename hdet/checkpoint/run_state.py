@@ -97,21 +97,18 @@ class Inventory:
                 if name != clean:
                     self.tied[clean] = name
             self.names[raw] = name
-        stepped = [[id(p) for p in group["params"]] for group in run.optimizer.param_groups]
-        if not name_of.keys() >= set(chain(*stepped)):
+        groups = [[id(p) for p in group["params"]] for group in run.optimizer.param_groups]
+        stepped = set(chain(*groups))
+        if not name_of.keys() >= stepped:
             raise ValueError(
                 "the optimizer has parameters that are not in model: pass the module that holds "
                 "all of them"
             )
-        self.groups = [[name_of[i] for i in ids] for ids in stepped]
-        averaged, ids = run.ensemble.parameters, set(chain(*stepped))
-        self.averaged = {name_of[id(p)]: p for p in averaged if id(p) in ids}
-        ids = {id(t) for t in averaged}
-        self.own_buffers = {
-            name
-            for name, t in self.tensors.items()
-            if not isinstance(t, nn.Parameter) and id(t) not in ids
-        }
+        self.groups = [[name_of[i] for i in ids] for ids in groups]
+        averaged = {id(tensor): tensor for tensor in run.ensemble.parameters}
+        self.averaged = {name_of[i]: p for i, p in averaged.items() if i in stepped}
+        others = {name: t for name, t in self.tensors.items() if id(t) not in averaged}
+        self.own_buffers = {n for n, t in others.items() if not isinstance(t, nn.Parameter)}
         self._shares_gradients = run.ensemble.sync.gradients != "local"
 
     def is_shared(self, tensor: str) -> bool:

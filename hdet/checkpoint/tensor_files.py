@@ -208,11 +208,10 @@ class SavedRank:
                 raise CheckpointError(f"its index names {chunk['file']!r}, which is no file of it")
             stored = _as_real(torch.empty(chunk["sizes"], dtype=dtype, device="meta"))
             part = _part(self._open(chunk["file"]), name, stored)
-            spans = list(zip(offsets, sizes, chunk["offsets"], chunk["sizes"], strict=True))
-            low = [max(here, there) for here, _, there, _ in spans]
-            high = [min(here + n, there + m) for here, n, there, m in spans]
-            if all(first < end for first, end in zip(low, high, strict=True)):
-                target, source = (_slices(low, high, o) for o in (offsets, chunk["offsets"]))
+            spans = zip(offsets, sizes, chunk["offsets"], chunk["sizes"], strict=True)
+            overlaps = [range(max(a, b), min(a + n, b + m)) for a, n, b, m in spans]
+            if all(overlaps):
+                target, source = (_slices(overlaps, o) for o in (offsets, chunk["offsets"]))
                 _as_real(result)[target] = part[source]
                 filled[target] = True
         if not filled.all():
@@ -220,5 +219,5 @@ class SavedRank:
         return result
 
 
-def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+def _slices(ranges: Sequence[range], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(r.start - o, r.stop - o) for r, o in zip(ranges, origin, strict=True))

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..replicas import Replicas
+from ..replicas.agreement import gathered
 
 T = TypeVar("T")
 
@@ -42,24 +43,18 @@ class Together:
         Raises:
             CheckpointError: the call failed somewhere: ``problem``, and the text of the first.
         """
-        answer: tuple[int, Any, str] = (self.place, None, "")
+        own: tuple[Any, str] = (None, "")
         try:
-            answer = (self.place, function(), "")
+            own = (function(), "")
         except Exception as error:  # noqa: BLE001 - the others must not wait for this rank
             line = (str(error).strip() or type(error).__name__).splitlines()[0]
             is_ours = isinstance(error, (CheckpointError, ValueError, TypeError))
-            answer = (self.place, None, line if is_ours else f"{type(error).__name__}: {line}")
-        answers: list[Any] = [answer]
-        if self.group is not None:
-            answers *= self.size
-            dist.all_gather_object(answers, answer, group=self.group)
-        answers.sort(key=lambda answer: answer[0])
-        failed = [(place, text) for place, _, text in answers if text]
-        if failed:
-            place, text = failed[0]
-            where = f" (on rank {self.ranks[place]})" if len(failed) < self.size else ""
-            raise CheckpointError(problem + text + where)
-        return [answer[1] for answer in answers]
+            own = (None, line if is_ours else f"{type(error).__name__}: {line}")
+        answers: dict[int, Any] = {0: own} if self.group is None else gathered(own, self.group)
+        if failed := [rank for rank in self.ranks if answers[rank][1]]:
+            where = f" (on rank {failed[0]})" if len(failed) < self.size else ""
+            raise CheckpointError(problem + answers[failed[0]][1] + where)
+        return [answers[rank][0] for rank in self.ranks]
 
     def first(self, function: Callable[[], T]) -> T:
         """Call on the first rank only; return its result on all."""

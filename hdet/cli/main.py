@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as done:  # argparse has already said why
         return int(done.code or 0)
     try:
-        code = int(importlib.import_module(f"hdet.cli.{options.module}").run(options))
+        code = int(importlib.import_module(f"hdet.cli.{options.command}").run(options))
         sys.stdout.flush()  # a full disk shows here, and not after main
         return code
     except BrokenPipeError:  # `hdet ... | head`
@@ -66,13 +66,11 @@ def _build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     report = commands.add_parser("report", help="Print what runs did; draw it.")
-    report.set_defaults(module="report")
     report.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN",
         help="folder with a history.jsonl (hdet.logging.History), or a folder of such folders",
     )  # fmt: skip
     report.add_argument("--out", type=Path, metavar="FILE", help="a picture: .png, .svg, .pdf")
     report.add_argument("--html", type=Path, metavar="FILE", help="a page for the browser")
-    doctor = commands.add_parser("doctor", help="Print what can be used here.")
-    doctor.set_defaults(module="doctor")
+    commands.add_parser("doctor", help="Print what can be used here.")
     return parser

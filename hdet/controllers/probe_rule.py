@@ -190,13 +190,10 @@ class ProbeRule(Controller):
 
     def _factor(self, move: float, correction: float) -> float:
         """For a move of ln(correction), which never goes further out than the bound."""
-        if move == 0:
-            return 1.0
         now, limit = math.log(correction), math.log(self.bound)
         # Where a cycle that was rolled back has put it outside, it may come back by its own moves.
-        if move > 0:
-            return math.exp(min(now + move, max(limit, now)) - now)
-        return math.exp(max(now + move, min(-limit, now)) - now)
+        moved = min(max(now + move, min(-limit, now)), max(limit, now))
+        return math.exp(moved - now)
 
 
 def _parts(values: Sequence[float], peaks: Sequence[float]) -> list[float]:

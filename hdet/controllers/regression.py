@@ -27,14 +27,10 @@ def slopes(multipliers: Matrix, probes: Rows) -> list[list[float]] | None:
     if len(rows) < 2:
         return None
     gram = _gram(design)
-    fits = []
-    for losses in zip(*rows, strict=True):
-        y = _centred(losses)
-        fit = _solve(gram, [_dot(x, y) for x in design])
-        if fit is None:
-            return None
-        fits.append(fit)
-    return [list(knob) for knob in zip(*fits, strict=True)]
+    centred = map(_centred, zip(*rows, strict=True))
+    fits = [_solve(gram, [_dot(x, y) for x in design]) for y in centred]
+    known = [fit for fit in fits if fit is not None]  # all or none: they have one matrix
+    return [list(knob) for knob in zip(*known, strict=True)] if known else None
 
 
 def unexplained(multipliers: Matrix, probes: Rows) -> tuple[float, int, list[float]]:
@@ -82,10 +78,7 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _gram(design: Matrix) -> list[list[float]]:
-    """Symmetric, so each product of two columns once."""
-    lower = [[_dot(a, b) for b in design[: i + 1]] for i, a in enumerate(design)]
-    size = range(len(design))
-    return [[lower[max(i, j)][min(i, j)] for j in size] for i in size]
+    return [[_dot(a, b) for b in design] for a in design]
 
 
 def _solve(matrix: Matrix, right: Sequence[float]) -> list[float] | None:

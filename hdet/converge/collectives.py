@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 def all_gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Write the ``own`` of all ranks into ``output``, one after the other."""
-    _existing("all_gather_single", "all_gather_into_tensor")(output, own, group=group)
+    # torch 2.13 renames it, and the former name warns.
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, own, group=group)
 
 
 def start_weighted_sum(tensor: torch.Tensor, weight: float, group: dist.ProcessGroup) -> dist.Work:
@@ -35,8 +37,3 @@ def _multiplies(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     if not (tensor.is_cuda and hasattr(dist, "_make_nccl_premul_sum")):
         return False
     return "cuda:nccl" in dist.get_backend_config(group).lower().split(",")
-
-
-def _existing(name: str, former: str) -> Any:
-    """torch 2.13 renames these, and the former names warn."""
-    return getattr(dist, name, None) or getattr(dist, former)

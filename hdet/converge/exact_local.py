@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 
-from ..core.validate import whole
+from ..core.validate import refuse, whole
 from ..optim.fused import FusedOptimizer
 from ..optim.snapshot import is_schedule_free
 from ..rules import COUPLED
@@ -56,50 +57,48 @@ class ExactLocal(Averaging):
         whole(self.check_every, "check_every", of="cycles")
 
     def make_averager(self, task: Task) -> Averager:
-        if (reason := _why_no_build(task) or _why_no_mean(task.optimizer)) is not None:
-            raise ValueError(f"ExactLocal: {reason}; or use Plain()")
+        reasons = chain(_why_no_build(task), _why_no_mean(task.optimizer))
+        refuse(f"ExactLocal: {reason}; or use Plain()" for reason in reasons)
         return _ExactLocal(task, self.check_every)
 
 
-def _why_no_build(task: Task) -> str | None:
+def _why_no_build(task: Task) -> Iterator[str]:
     """What of the task does not go with it, and the way out."""
-    optimizer = task.optimizer
+    optimizer: Any = task.optimizer
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     strange = next((i for i, t in enumerate(task.tensors) if id(t) not in owned), None)
     if task.gradients != "shared":
-        return "replicas with gradients of their own have no common step: use gradients='shared'"
+        yield "replicas with gradients of their own have no common step: use gradients='shared'"
     if not isinstance(optimizer, FusedOptimizer):
         kind = type(optimizer).__name__
-        return f"{kind} does not step the mean: use a fused optimizer of hdet"
+        yield f"{kind} does not step the mean: use a fused optimizer of hdet"
     if is_schedule_free(optimizer):
-        return "the mean of schedule-free replicas would need a z of its own: use FusedAdamW"
+        yield "the mean of schedule-free replicas would need a z of its own: use FusedAdamW"
     if optimizer.num_replicas != 1:
-        return f"the optimizer steps {optimizer.num_replicas} replicas already: give it one"
+        yield f"the optimizer steps {optimizer.num_replicas} replicas already: give it one"
     if strange is not None:
-        return f"tensor {strange} is not the optimizer's, so its mean is unknown: leave buffers out"
-    return None
+        yield f"tensor {strange} is not the optimizer's, so its mean is unknown: leave buffers out"
 
 
-def _why_no_mean(optimizer: Any) -> str | None:
+def _why_no_mean(optimizer: Any) -> Iterator[str]:
     """Why the replicas' mean is not the trajectory at the base rate, and the way out."""
     for g, group in enumerate(optimizer.param_groups):
         decay = float(group.get("weight_decay", 0.0))
         of_group = f"weight_decay={decay:g} of group {g}"
         if decay != 0 and optimizer.rule in COUPLED:
-            return f"{of_group} is part of the gradient, which replicas do not share: set it to 0"
+            yield f"{of_group} is part of the gradient, which replicas do not share: set it to 0"
         if decay != 0 and optimizer.cautious_decay:
-            return f"{of_group} acts where each replica's own sign says: use cautious_decay=False"
+            yield f"{of_group} acts where each replica's own sign says: use cautious_decay=False"
         if decay != 0 and optimizer.decay_at != "base":
-            return f"{of_group} acts at each replica's own rate: use decay_at='base'"
+            yield f"{of_group} acts at each replica's own rate: use decay_at='base'"
         if optimizer.master_weights is not None:
             continue
         for i, p in enumerate(group["params"]):
             if p.requires_grad and p.dtype != torch.float32:
-                return (
+                yield (
                     f"parameter {i} of group {g} is {p.dtype} without a master, so steps round "
                     "away: use master_weights='fp32' or 'split'"
                 )
-    return None
 
 
 class _ExactLocal(Averager):
@@ -151,7 +150,7 @@ class _ExactLocal(Averager):
         self._cycles += 1
         if len(set(shares)) > 1:
             return "the replicas' weights are not uniform"
-        if (changed := _why_no_mean(self._optimizer)) is not None:
+        if (changed := next(_why_no_mean(self._optimizer), None)) is not None:
             return changed
         if self._cycles < self._check_every:
             return None

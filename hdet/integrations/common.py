@@ -47,6 +47,8 @@ class Adapter:
         """One for each optimizer, from `begin` on."""
         self.parts: list[Any] = []
         """Micro-batches of the running step, for a trial; empty where none can be made."""
+        self.saved_states: Sequence[Mapping[str, Any]] = ()
+        """States from a checkpoint, until `begin` loads them."""
         self.without_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Surrounds all of them but the last: gradients are all-reduced once."""
         self._told: set[tuple[int, str, float]] = set()
@@ -87,9 +89,8 @@ class Adapter:
         model: nn.Module,
         *,
         logs: bool,
-        states: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Make the Ensembles, and load what was saved of them.
+        """Make the Ensembles, and load `saved_states`.
 
         Args:
             settings: for each optimizer, see `complete_settings`. Search, controller and replicas
@@ -104,7 +105,8 @@ class Adapter:
         self.ensembles = [
             self._make(optimizer, of) for optimizer, of in zip(optimizers, settings, strict=True)
         ]
-        self.load_states(states)
+        self.load_states(self.saved_states)
+        self.saved_states = ()
 
     def _make(self, optimizer: Optimizer, settings: Mapping[str, Any]) -> Ensemble:
         count = len(self._settings)
@@ -135,11 +137,6 @@ class Adapter:
         ensemble = Ensemble(optimizer, **made)
         ensemble.report_to(self.tell)
         return ensemble
-
-    def follow(self, ensemble: Ensemble, schedulers: Sequence[tuple[Any, int]]) -> None:
-        """See `Ensemble.simulate`, where somebody asks for the peak."""
-        if schedulers and (ensemble.search or ensemble.controller):
-            ensemble.simulate(schedulers)
 
     def add_group(self, number: int, group: dict[str, Any]) -> None:
         """Add a parameter group to the optimizer in mid-run, on all ranks alike: replicas are

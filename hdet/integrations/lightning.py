@@ -63,7 +63,6 @@ class HdetCallback(Adapter, _Callback):
     ) -> None:
         super().__init__(pytorch.utilities.rank_zero_info)
         self.losses_of, self.settings = losses_of, complete_settings(settings)
-        self._states: list[Mapping[str, Any]] = []
         self._context = ""
         """The name of what is entered: `Adapter.enter`."""
         self._entered, self._taken_over = ExitStack(), ExitStack()
@@ -85,14 +84,9 @@ class HdetCallback(Adapter, _Callback):
         if several > 1 and trainer.max_steps > 0:  # Lightning counts the steps of each
             steps = min(steps, -(-trainer.max_steps // several))
         length = {"total_steps": int(steps)} if 0 < steps < float("inf") else {}
-        self.begin(
-            trainer.optimizers,
-            [{**length, **self.settings}] * several,
-            pl_module,
-            logs=trainer.is_global_zero,
-            states=self._states,
-        )
-        self._states, self.parts, self._steps = [], [], trainer.global_step
+        settings = [{**length, **self.settings}] * several
+        self.begin(trainer.optimizers, settings, pl_module, logs=trainer.is_global_zero)
+        self.parts, self._steps = [], trainer.global_step
         self._take_over()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -133,7 +127,8 @@ class HdetCallback(Adapter, _Callback):
                 if not isinstance(config.scheduler, _Rescheduled):
                     stand_in = _Rescheduled(config.scheduler, self, number)
                     self._taken_over.enter_context(mock.patch.object(config, "scheduler", stand_in))
-            self.follow(ensemble, [(of.scheduler.inner, self._period(of)) for of in configs])
+            if configs and (ensemble.search or ensemble.controller):  # which ask for the peak
+                ensemble.simulate([(of.scheduler.inner, self._period(of)) for of in configs])
 
     def _period(self, config: Any) -> int:
         """Of a scheduler, in optimizer steps."""
@@ -270,7 +265,7 @@ class HdetCallback(Adapter, _Callback):
         return {"ensembles": self.save_states()} if self.ensembles else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._states = list(state_dict["ensembles"])
+        self.saved_states = list(state_dict["ensembles"])
 
 
 class _Rescheduled(StandIn):

@@ -196,15 +196,12 @@ def _has_masters(member: Any) -> bool:
 def _settings_of(member: Any, chunks: list[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Of the Ensemble of one optimizer."""
     sync = settings.get("sync") or Sync()
-    extra: dict[str, Any] = {}
-    if sync.refresh is None:
-        extra["refresh"] = partial(_copy_masters, member)
-    if not sync.tied:
-        extra["tied"] = _find_tied(member, chunks)
+    refresh = sync.refresh or partial(_copy_masters, member)
+    tied = sync.tied or _find_tied(member, chunks)
     return {
         "replicas": lambda model: Replicas.from_megatron(_groups.use_mpu_process_groups()),
         **settings,
-        "sync": dataclasses.replace(sync, **extra),
+        "sync": dataclasses.replace(sync, refresh=refresh, tied=tied),
     }
 
 

@@ -139,13 +139,11 @@ class _Driver(Adapter, StandIn):
             return
         trainer = self.trainer
         given = {"replicas": self._find_replicas, "total_steps": trainer.config.training.steps}
-        self.begin(
-            list(trainer.optimizers),
-            [{"scheduler": of, **given, **trainer.hdet_settings} for of in self.inner.schedulers],
-            trainer.model_parts[0],
-            logs=dist.get_rank() == 0,
-            states=json.loads(self._state) if self._state else (),
-        )
+        given |= trainer.hdet_settings
+        settings = [{"scheduler": scheduler, **given} for scheduler in self.inner.schedulers]
+        self.saved_states = json.loads(self._state) if self._state else ()
+        model, is_first = trainer.model_parts[0], dist.get_rank() == 0
+        self.begin(list(trainer.optimizers), settings, model, logs=is_first)
 
     def _find_replicas(self, model: Any) -> Replicas:
         """All ranks with one place along dp_replicate are one."""

@@ -157,7 +157,6 @@ class _Driver(Adapter, StandIn):
         self.inputs: Any = None
         self._loss: torch.Tensor | float = 0.0
         self._step = -1
-        self._states: list[Mapping[str, Any]] = []
 
     def begin_part(self, model: nn.Module) -> None:
         """Before a micro-batch. In the first one model and optimizer are as they will be, and
@@ -169,7 +168,7 @@ class _Driver(Adapter, StandIn):
             given = {"scheduler": self.inner, "total_steps": self.total_steps, **self.settings}
             optimizer = torch_optimizer(trainer.optimizer)
             is_first = trainer.is_world_process_zero()
-            self.begin([optimizer], [given], model, logs=is_first, states=self._states)
+            self.begin([optimizer], [given], model, logs=is_first)
             refresh_step(trainer.optimizer)
         if trainer.state.global_step != self._step:  # a scaler may have skipped the one before
             self._step, self._loss, self.parts = trainer.state.global_step, 0.0, []
@@ -198,7 +197,7 @@ class _Driver(Adapter, StandIn):
         """Load also a plain Trainer's. The Ensemble's is kept until there is one."""
         own = dict(state)
         ours = own.pop("hdet", None)
-        self._states = [] if ours is None else [ours]
+        self.saved_states = [] if ours is None else [ours]
         self.inner.load_state_dict(own)
 
     # -- what the Trainer does ---------------------------------------------------------------------

@@ -51,7 +51,6 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}... [{digest(text):x}]"
 
 
-MOST_ENTRIES = 64
 Entries = Mapping[str, tuple[object, object]]
 """name -> (scope, value), both plain data. Ranks with the same scope must have the same value; the
 scope of what all ranks share is ``()``."""
@@ -60,10 +59,12 @@ scope of what all ranks share is ``()``."""
 def compare(entries: Entries, group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise `ReplicaDisagreement`, on all ranks of ``group`` alike, unless their entries agree.
 
-    Digests are sent first, in one collective. Where they differ one rank for each value sends it,
-    so that the message leads to the very number in a nested value. ``device``: this rank's.
+    Digests are sent first. Where they differ one rank for each value sends it, so that the message
+    leads to the very number in a nested value. What another version of hdet does not have is
+    compared among those that have it; the version is an entry itself. ``device``: this rank's.
     """
-    differing = _differing(_gathered_digests(entries, group, device))
+    own = {name: (digest(scope), digest(value)) for name, (scope, value) in entries.items()}
+    differing = _differing(gathered(own, group, device))
     if not differing:
         return
     tellers = {rank for marks in differing.values() for rank in _first_holders(marks).values()}
@@ -81,29 +82,14 @@ def compare(entries: Entries, group: dist.ProcessGroup, device: torch.device) ->
     )
 
 
-def _gathered_digests(
-    entries: Entries, group: dist.ProcessGroup, device: torch.device
-) -> dict[int, dict[str, tuple[int, int]]]:
-    """By rank and name: the digests of scope and value. Entries of another version of hdet, which
-    is an entry itself, are left out."""
-    rows = [[digest(name), digest(scope), digest(it)] for name, (scope, it) in entries.items()]
-    own = torch.zeros(MOST_ENTRIES, 3, dtype=torch.int64)
-    own[: len(rows)] = torch.tensor(rows)
-    own = own.to(reachable(group, device))
-    everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyones, own, group=group)
-    names = {digest(name): name for name in entries}
-    return {
-        rank: {names[name]: (scope, value) for name, scope, value in rows.tolist() if name in names}
-        for rank, rows in zip(dist.get_process_group_ranks(group), everyones, strict=True)
-    }  # fmt: skip
-
-
-def gathered(value: object, group: dist.ProcessGroup, device: torch.device) -> dict[int, Any]:
-    """Every rank's, by its number in the world. Two collectives."""
+def gathered(
+    value: object, group: dist.ProcessGroup, device: torch.device | None = None
+) -> dict[int, Any]:
+    """Every rank's, by its number in the world. Two collectives. ``device``: from which NCCL talks;
+    None: the current one."""
     everyones: list[Any] = [None] * dist.get_world_size(group)
-    # NCCL talks from the current device, which a loop need not have set to its own.
-    with torch.cuda.device(device.index if device.type == "cuda" else -1):
+    # A loop need not have set the current device to its own.
+    with torch.cuda.device(device.index if device and device.type == "cuda" else -1):
         dist.all_gather_object(everyones, value, group=group)
     return dict(zip(dist.get_process_group_ranks(group), everyones, strict=True))
 
@@ -113,17 +99,15 @@ def _differing(
 ) -> dict[str, dict[int, int]]:
     """The first few entries that differ: digests of their values by rank, in the first scope in
     which they do."""
+    marks: dict[tuple[str, int], dict[int, int]] = {}
+    for rank, row in rows.items():
+        for name, (scope, value) in row.items():
+            marks.setdefault((name, scope), {})[rank] = value
     differing: dict[str, dict[int, int]] = {}
-    for name in next(iter(rows.values())):
-        scopes: dict[int, dict[int, int]] = {}
-        for rank, row in rows.items():
-            if name in row:
-                scope, value = row[name]
-                scopes.setdefault(scope, {})[rank] = value
-        wrong = [marks for marks in scopes.values() if len(set(marks.values())) > 1]
-        if wrong and len(differing) < most:
-            differing[name] = wrong[0]
-    return differing
+    for (name, _), values in marks.items():
+        if len(set(values.values())) > 1:
+            differing.setdefault(name, values)
+    return dict(list(differing.items())[:most])
 
 
 def _holders(values: Mapping[int, Any]) -> dict[Any, list[int]]:

@@ -191,8 +191,7 @@ class CoresidentReplicas(Replicas):
     def sets(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """The same parameters of each replica; what is shared (buffers, frozen ones) stands in all
         lists."""
-        sets: Any = self._sets
-        return [[sets[t][k] if t in sets else t for t in tensors] for k in self.local]
+        return [[self._copies(tensor)[k] for tensor in tensors] for k in self.local]
 
     def sum_rows(self, *rows: torch.Tensor, purpose: str) -> torch.Tensor:
         """K rows -> (K, width); nobody else is to be asked."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from math import prod
 
 import torch
@@ -140,6 +141,16 @@ class Layout:
         )
 
 
+def grouped(places: Iterable[tuple[int, int] | None]) -> Table:
+    """Groups, from what each rank says: the first rank of its group, and its own place there. None:
+    it is in none."""
+    groups: dict[int, dict[int, int]] = {}
+    for rank, place in enumerate(places):
+        if place is not None:
+            groups.setdefault(place[0], {})[place[1]] = rank
+    return tuple(tuple(group[at] for at in sorted(group)) for _, group in sorted(groups.items()))
+
+
 def closure(ranks: Iterable[int], groups: Iterable[Sequence[int]]) -> Table:
     """The smallest disjoint sets that no group sticks out of; each ascending, in the order of their
     first ranks."""
@@ -195,14 +206,11 @@ def paired(
 
 def brief(ranks: Collection[int], most: int = 8) -> str:
     """'0-3, 8, 10-11': ascending; what is beyond ``most`` runs is counted only."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs[:most])
-    more = sum(high - low + 1 for low, high in runs[most:])
+    # Neighbours in a run are as far from their places in the order.
+    by_run = groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])
+    runs = [[rank for _, rank in run] for _, run in by_run]
+    text = ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs[:most])
+    more = sum(map(len, runs[most:]))
     return f"{text} and {more} more" if more else text
 
 

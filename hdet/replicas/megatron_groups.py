@@ -3,12 +3,12 @@ ProcessGroupCollection."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-from .layout import Table, paired
+from .layout import Table, grouped, paired
 from .process_groups import Request, together
 
 _SHARING = ("tp", "cp", "pp", "ep", "expt_tp", "embd")
@@ -34,13 +34,15 @@ def megatron_table(groups: Any) -> tuple[Table, Callable[[], dist.ProcessGroup] 
                 "groups.inter_dist_opt connects instances of a distributed optimizer: set "
                 "use_distributed_optimizer=False, or leave that group out"
             )
-        return "(groups)", {name: _place(group) for name, group in own.items()}
+        firsts = {name: dist.get_process_group_ranks(group)[0] for name, group in own.items()}
+        return "(groups)", {name: (firsts[name], dist.get_rank(own[name])) for name in own}
 
     rows = together("from_megatron", ask)
-    copies = {name: found for name in _COPIES if (found := _table(rows, name))}
-    table = paired(range(len(rows)), {name: _table(rows, name) for name in _SHARING}, copies)
+    found = {name: grouped(row.get(name) for row in rows) for name in (*_SHARING, *_COPIES)}
+    copies = {name: found[name] for name in _COPIES if found[name]}
+    table = paired(range(len(rows)), {name: found[name] for name in _SHARING}, copies)
     peers = set(zip(*table, strict=True))
-    theirs = [name for name, found in copies.items() if set(found) == peers]
+    theirs = [name for name, groups_of in copies.items() if set(groups_of) == peers]
     return table, (lambda: getattr(groups, theirs[0])) if theirs else None
 
 
@@ -48,20 +50,3 @@ def _group(groups: Any, name: str) -> dist.ProcessGroup | None:
     """None: not parallel along it. It must not get as far as torch, to which None is the world."""
     group = getattr(groups, name, None)
     return None if group is dist.GroupMember.NON_GROUP_MEMBER else group
-
-
-def _place(group: dist.ProcessGroup) -> tuple[int, int]:
-    """Who is first in this rank's group, and this rank's place in it."""
-    return dist.get_process_group_ranks(group)[0], dist.get_rank(group)
-
-
-def _table(rows: Sequence[dict[str, tuple[int, int]]], name: str) -> Table:
-    """All ranks' groups of one name."""
-    groups: dict[int, dict[int, int]] = {}
-    for rank, row in enumerate(rows):
-        if name in row:
-            first, place = row[name]
-            groups.setdefault(first, {})[place] = rank
-    return tuple(
-        tuple(rank for _, rank in sorted(members.items())) for _, members in sorted(groups.items())
-    )

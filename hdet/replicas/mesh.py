@@ -7,8 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..tensors.dtensor import is_sharded
 from .agreement import digest
-from .layout import Table, brief
+from .layout import Table, brief, grouped
 from .process_groups import Request, together
 
 
@@ -19,13 +20,7 @@ def mesh_table(
     if the mesh has a group of them."""
     names = (replicate,) if isinstance(replicate, str) else tuple(replicate)
     places = together("from_mesh", lambda: _request(mesh, names))
-    lines: dict[int, dict[int, int]] = {}
-    for rank, place in enumerate(places):
-        if place is not None:
-            first, index = place
-            lines.setdefault(first, {})[index] = rank
-    # Members are in the order of their lines' first ranks.
-    peers = [tuple(rank for _, rank in sorted(lines[first].items())) for first in sorted(lines)]
+    peers = grouped(places)  # members are in the order of their lines' first ranks
     # The mesh keeps its groups' ranks ascending, and makes one for each dimension only.
     has_group = len(names) == 1 and all(list(ranks) == sorted(ranks) for ranks in peers)
     return tuple(zip(*peers, strict=True)), (
@@ -77,16 +72,9 @@ def _request(mesh: Any, names: Sequence[str]) -> Request:
 def mesh_of_the_world(tensors: Iterable[Any]) -> Any:
     """The mesh of one dimension that is the whole world, over which some of the tensors are sharded
     (plain FSDP2); None: there is no such mesh."""
-    for tensor in tensors:
-        mesh = getattr(tensor, "device_mesh", None)
-        if (
-            mesh is not None
-            and mesh.ndim == 1
-            and mesh.size() == dist.get_world_size() > 1
-            and not tensor.placements[0].is_replicate()
-        ):
-            return mesh
-    return None
+    sharded = (t for t in tensors if is_sharded(t) and not t.placements[0].is_replicate())
+    meshes = (tensor.device_mesh for tensor in sharded)
+    return next((m for m in meshes if m.ndim == 1 and m.size() == dist.get_world_size() > 1), None)
 
 
 def dims(mesh: Any) -> str:

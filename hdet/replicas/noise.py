@@ -57,7 +57,7 @@ def warm_noise_(
         for i, entry in enumerate(parameters)
     ]
     _check(named)
-    if nu == 0:
+    if nu == 0 or not named:
         return
     replica = (Replicas.default() if replicas is None else replicas).index
     norms = _norms([tensor for _, tensor in named])
@@ -94,11 +94,7 @@ def _check(named: Sequence[Named]) -> None:
 def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Of the full tensors, 0-d float32 on the device of each."""
     norms = [shards.local(tensor).float().norm() for tensor in tensors]
-    split = [i for i, tensor in enumerate(tensors) if shards.sharding_dims(tensor, "")]
-    for device in dict.fromkeys(norms[i].device for i in split):
-        places = [i for i in split if norms[i].device == device]
-        squares = torch.stack([norms[i].double().square() for i in places])
-        sums = shards.FullSums([tensors[i] for i in places])(squares)
-        for i, norm in zip(places, sums.sqrt().float(), strict=True):
-            norms[i] = norm
-    return norms
+    # Squares of float32 are exact in float64: of what is not split the norm stays as it is.
+    squares = torch.stack([norm.double().square().to(norms[0].device) for norm in norms])
+    sums = shards.FullSums(tensors)(squares).sqrt().float()
+    return [own.to(norm.device) for own, norm in zip(sums, norms, strict=True)]

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from .agreement import ReplicaDisagreement, reachable, shortened, who_has
+from .agreement import ReplicaDisagreement, gathered, reachable, shortened, who_has
 from .layout import Table, brief
 
 Request = tuple[str, Any]
@@ -52,9 +52,9 @@ def together(name: str, ask: Callable[[], Request]) -> list[Any]:
     except Exception as error:  # noqa: BLE001 - the other ranks must not be left waiting
         refusal, own_data = error, None
         text = f"{name} refused with {type(error).__name__}: {error}"
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, (refusal is not None, shortened(text, 400), own_data))
-    refused, texts, data = zip(*answers, strict=True)
+    world: Any = dist.group.WORLD
+    answers = gathered((refusal is not None, shortened(text, 400), own_data), world)
+    refused, texts, data = zip(*answers.values(), strict=True)
     if refusal is not None and all(refused):
         raise refusal
     if len(set(texts)) > 1:
@@ -99,10 +99,6 @@ def build(
     return kind(index, len(table), peers, ranks=table, member=member, world_group=world)
 
 
-def _group_of(ranks: Sequence[int]) -> Any:
-    return dist.group.WORLD if [*ranks] == [*range(dist.get_world_size())] else _new_group(ranks)
-
-
 _OWN_GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
 
@@ -123,7 +119,9 @@ def own_group(ranks: Sequence[int]) -> Any:
     return known[key]
 
 
-def _new_group(ranks: Sequence[int]) -> Any:
+def _group_of(ranks: Sequence[int]) -> Any:
+    if [*ranks] == [*range(dist.get_world_size())]:
+        return dist.group.WORLD
     order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
     if order and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise ValueError(

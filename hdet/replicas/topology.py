@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ WIDTH = 32
 """Numbers of a replica in a small collective: the length of all of them is the same."""
 
 
+@dataclass(eq=False, repr=False)
 class Replicas:
     """N replicas. This process holds one, or a part of one (or, as `hdet.CoresidentReplicas`, all).
 
@@ -43,31 +45,23 @@ class Replicas:
         ensemble = hdet.Ensemble(optimizer, scheduler, replicas=replicas)
     """
 
-    index: int = 0
-    count: int = 1
+    index: int
+    count: int
+    peer_group: dist.ProcessGroup | None = None
+    _: KW_ONLY
     ranks: Sequence[Sequence[int]] = ()
     member: int = 0
-    peer_group: dist.ProcessGroup | None = None
     world_group: dist.ProcessGroup | None = None
-    in_use: bool = False
+
+    in_use = False
     """Has the model the weights of one of several local replicas for the moment?"""
 
-    def __init__(
-        self,
-        index: int,
-        count: int,
-        peer_group: dist.ProcessGroup | None = None,
-        *,
-        ranks: Sequence[Sequence[int]] = (),
-        member: int = 0,
-        world_group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
+        index, count = self.index, self.count
         if not (isinstance(index, int) and isinstance(count, int) and 0 <= index < count):
             raise ValueError(
                 f"index must be one of 0 .. count - 1, got index {index!r} of count {count!r}"
             )
-        self.index, self.count, self.peer_group = index, count, peer_group
-        self.ranks, self.member, self.world_group = ranks, member, world_group
 
     def __repr__(self) -> str:
         return f"Replicas(index={self.index}, count={self.count})"
@@ -240,9 +234,9 @@ class Replicas:
 
     # -- hdet's own small collectives --------------------------------------------------------------
 
-    moment: str = ""
+    moment = ""
     """Where this rank is in its run, such as "step 12"."""
-    purpose: str = ""
+    purpose = ""
     """Of the small collective that is under way, or has failed."""
 
     def sum_rows(self, *rows: torch.Tensor, purpose: str) -> torch.Tensor:

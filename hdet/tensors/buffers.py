@@ -321,11 +321,8 @@ class BufferCopies:
 
     @torch.no_grad()
     def take(self) -> None:
-        before = self._kept or {}
-        self._kept = {
-            (module, name): keep(buffer, self._on_host, before.get((module, name)))
-            for module, name, buffer in places(self._model)
-        }
+        now = {(module, name): buffer for module, name, buffer in places(self._model)}
+        self._kept = keep(now, self._on_host, self._kept)
 
     @torch.no_grad()
     def put_back(self, keep_new: bool = False) -> None:

@@ -7,7 +7,7 @@ already.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -87,11 +87,6 @@ def reshard(model: nn.Module) -> None:
             given.reshard()
 
 
-def is_partial(tensor: Any) -> bool:
-    """Is it a DTensor whose value is a sum that has not been taken?"""
-    return is_sharded(tensor) and any(placement.is_partial() for placement in tensor.placements)
-
-
 def alike(tensor: Any, other: Any) -> bool:
     """Are both plain, or both laid over the same mesh with the same placements?"""
     if not is_sharded(tensor) or not is_sharded(other):
@@ -118,7 +113,7 @@ def local_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     """The state of a parameter, as it lies on this rank: DTensors as shards, also in lists."""
     if not is_sharded(param):
         return dict(state)
-    return {key: _mapped(value, local) for key, value in state.items()}
+    return {key: mapped(value, local) for key, value in state.items()}
 
 
 def is_plain(key: str) -> bool:
@@ -133,14 +128,15 @@ def state_like(entries: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     if not is_sharded(param):
         return dict(entries)
     return {
-        key: value if is_plain(key) else _mapped(value, lambda shard: like(shard, param))
+        key: value if is_plain(key) else mapped(value, lambda shard: like(shard, param))
         for key, value in entries.items()
     }
 
 
-def _mapped(value: Any, change: Any) -> Any:
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """A value of a state with its tensors changed, also in lists."""
     if isinstance(value, list):
-        return [_mapped(item, change) for item in value]
+        return [mapped(item, change) for item in value]
     return change(value) if isinstance(value, Tensor) else value
 
 
@@ -219,10 +215,10 @@ def sharding_dims(tensor: Tensor, name: str) -> tuple[int, ...]:
     """
     if not is_sharded(tensor):
         return ()
-    if is_partial(tensor):
+    placements = cast(Any, tensor).placements
+    if any(placement.is_partial() for placement in placements):
         raise ValueError(
             f"{name} is {described(tensor)}: a sum that has not been taken; use redistribute to "
             "Replicate() or Shard() first"
         )
-    placements = cast(Any, tensor).placements
     return tuple(dim for dim, placement in enumerate(placements) if not placement.is_replicate())

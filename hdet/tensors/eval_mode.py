@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .buffers import BufferCopies, Contents, Copy, places
+from .buffers import BufferCopies, Contents, places
 
 
 @contextmanager
@@ -57,9 +57,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     # By name too: a module may put a new tensor in the place of a buffer.
     buffers, kept = list(places(model)), BufferCopies(model)
     kept.take()
-    written = {
-        p: Copy(p) for module, _ in modes if _trains_by_itself(module) for p in module.parameters()
-    }
+    written = Contents([p for m, _ in modes if _trains_by_itself(m) for p in m.parameters()])
     try:
         with ExitStack() as stack:
             stack.enter_context(random_states_kept(model))
@@ -69,8 +67,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
-            for parameter, before in written.items():
-                before.put(parameter)
+            written.put_back()
             for module, name, buffer in buffers:
                 module._buffers[name] = buffer
             kept.put_back()

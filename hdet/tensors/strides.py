@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .dtensor import mapped
+
 Order = tuple[int, ...]
 """dimensions as they lie in memory, the slowest first"""
 
@@ -46,15 +48,9 @@ def laid_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     order = memory_order(param)
     if order is None:
         return dict(state)
-    return {key: _laid_like(value, param.shape, order) for key, value in state.items()}
-
-
-def _laid_like(value: Any, shape: torch.Size, order: Order) -> Any:
-    # Not a function inside of laid_state: one that calls itself holds itself, and with it the
-    # parameter, until the garbage collector runs.
-    if isinstance(value, list):
-        return [_laid_like(item, shape, order) for item in value]
-    return laid(value, order) if isinstance(value, Tensor) and value.shape == shape else value
+    shape = param.shape
+    lay = lambda value: laid(value, order) if value.shape == shape else value
+    return {key: mapped(value, lay) for key, value in state.items()}
 
 
 def alike(tensor: Tensor, like: Tensor) -> bool:

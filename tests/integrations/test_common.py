@@ -64,7 +64,8 @@ def begun(
     adapter = Own(**own)
     optimizers = [torch.optim.SGD(MODEL.parameters(), lr=1.0) for _ in range(count)]
     complete = [complete_settings(settings)] * count
-    adapter.begin(optimizers, complete, MODEL, logs=logs, states=states)
+    adapter.saved_states = states
+    adapter.begin(optimizers, complete, MODEL, logs=logs)
     return adapter
 
 
