@@ -8,7 +8,8 @@ Of each kernel: registers of a thread; blocks that fit on a multiprocessor; inst
 loop, in which a thread has eight elements; and bytes that a parameter moves. The prediction is the
 larger of two times: of the bytes at the bandwidth that a copy reaches, and of the instructions at
 one a cycle for each of the four schedulers. Instructions of branches that are not taken are counted
-as well, so theirs is an upper bound. `make gpu` measures the same operations (benchmarks/step.py).
+as well, so theirs is an upper bound. `make gpu` measures the same operations
+(benchmarks/kernels.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draws the documents' figures: `python -m docs.figures`, from the root of the repository.
 
-Those of docs/replicas.md and docs/results.md go into docs/figures/; docs/rates.png is the trial of
+Those of docs/concepts.md and docs/results.md go into docs/figures/; docs/rates.png is the trial of
 README.md's program. Needs matplotlib and scikit-learn. Multipliers are hdet's own.
 """
 

@@ -1,6 +1,7 @@
 """AutoLR in a loop with accelerate.
 
-    python examples/accelerate_loop.py torchrun --nproc-per-node 2 examples/accelerate_loop.py
+    python examples/accelerate_loop.py
+    torchrun --nproc-per-node 2 examples/accelerate_loop.py
 
 A small regression with accumulation, clipping and a prepared scheduler, from a thirtieth of a good
 rate.
@@ -40,7 +41,7 @@ def main(steps: int = 250) -> None:
     def clip() -> None:
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
 
-    # This run is short: its trial may take a larger part of it than by default.
+    # Below 1 000 steps there is no trial: how far the first 28 steps move the weights decides.
     search = hdet.AutoLR(model, before_step=clip)
     ensemble = hdet.Ensemble(optimizer.optimizer, scheduler, total_steps=steps, search=search)
     ensemble = hdet.integrations.accelerate.prepare(accelerator, ensemble, model, losses_of)

@@ -1,8 +1,7 @@
 """A nanoGPT-like loop on real text, and the four lines that turn its fixed schedule into HDET.
 
-    torchrun --nproc-per-node 4 -m examples.drop_in                  # HDET from a rate 30 times too
-    low torchrun --nproc-per-node 4 -m examples.drop_in --fixed          # the same with torch's
-    OneCycleLR
+    torchrun --nproc-per-node 4 -m examples.drop_in           # HDET, from a rate 30 times too low
+    torchrun --nproc-per-node 4 -m examples.drop_in --fixed   # the same with torch's OneCycleLR
 
 From the root of the repository. The changed lines are marked with (1) to (4). One process alone
 runs too; it has no replicas and so explores nothing.

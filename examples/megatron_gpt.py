@@ -39,8 +39,7 @@ def main(steps=250, tp=1, pp=1):
     }
     decay = {"start_wd": 0.01, "end_wd": 0.01, "wd_incr_steps": steps, "wd_incr_style": "constant"}
     scheduler = OptimizerParamScheduler(optimizer, **rates, **decay)
-    # This run is short: its trial may take a larger part of it than by default, as with
-    # search=hdet.AutoLR.
+    # Below 1 000 steps there is no trial: how far the first 28 steps move the weights decides.
     settings = {"total_steps": steps, "search": hdet.AutoLR}
     scheduler = hdet.integrations.megatron.wrap(optimizer, scheduler, model, **settings)
     rank = parallel_state.get_data_parallel_rank()

@@ -1,10 +1,9 @@
 """Tensor, pipeline and data parallelism out of torch's own modules, trained with HDET: a replica
 here is a group of ranks.
 
-    torchrun --nproc-per-node 8 -m examples.parallel                     # tp 2 x pp 2, so dp 2: two
-    replicas of four ranks each torchrun --nproc-per-node 2 -m examples.parallel --tp 1 --pp 1
-    # the same training, one rank a replica torchrun --nproc-per-node 8 -m examples.parallel --fixed
-    # no spread, no controller: plain data-parallel training
+    torchrun --nproc-per-node 8 -m examples.parallel                 # tp 2 x pp 2: 2 replicas of 4
+    torchrun --nproc-per-node 2 -m examples.parallel --tp 1 --pp 1   # one rank a replica
+    torchrun --nproc-per-node 8 -m examples.parallel --fixed         # no spread, no controller
 
 What HDET needs to know is marked (1) to (4): who is a replica, which copies are of one parameter,
 and who sees a loss.

@@ -22,7 +22,7 @@ def main(cosine: type, epochs: int = 5, updates: int = 50) -> None:
     scheduler = cosine(
         optimizer, t_initial=total, warmup_t=10, warmup_lr_init=1e-5, t_in_epochs=False
     )
-    # This run is short: its trial may take a larger part of it than by default.
+    # Below 1 000 steps there is no trial: how far the first 28 steps move the weights decides.
     search = hdet.AutoLR(model)
     ensemble = hdet.Ensemble(optimizer, total_steps=total, search=search)  # without the scheduler
     num_updates = 0

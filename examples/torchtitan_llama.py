@@ -48,8 +48,7 @@ def tiny(steps: int, replicas: int) -> Trainer.Config:
 
 
 def tiny_hdet(steps: int = 250, replicas: int = 1) -> Trainer.Config:
-    # This run is short: its trial may take a larger part of it than by default, as in wrap(tiny(),
-    # search=hdet.AutoLR).
+    # Below 1 000 steps there is no trial: how far the first 28 steps move the weights decides.
     return hdet.integrations.torchtitan.wrap(tiny(steps, replicas), search=hdet.AutoLR)
 
 

@@ -42,9 +42,9 @@ __all__ = ["Ensemble", "ReplicasDiverged"]
 
 
 class Ensemble:
-    """Lets a controller correct the schedule while a model trains: call ``ensemble.step(loss)``
-    where ``scheduler.step()`` was, after ``optimizer.step()``. Each process holds one replica of
-    N, or all of them (`CoresidentReplicas`).
+    """Lets a search and a controller correct the schedule while a model trains: call
+    ``ensemble.step(loss)`` where ``scheduler.step()`` was, after ``optimizer.step()``. Each process
+    holds one replica of N, or all of them (`CoresidentReplicas`).
 
     Args:
         optimizer: any torch optimizer with all its groups; its parameters are averaged.
@@ -63,7 +63,7 @@ class Ensemble:
         design: ``"permutation"``, each knob's grid of multipliers by itself, as published; or
             ``"orthogonal"``, two levels, which tells the effects of several knobs apart best.
             Default: orthogonal for 2 to N - 1 knobs where N is a power of two.
-        warmup_steps: S_warm, steps before the controller may act.
+        warmup_steps: S_warm, steps before the controller may act; with a search leave it out.
         total_steps: length of the run; default the scheduler's ``total_steps`` if it has one.
         seed: key of the assignments of multipliers; must be equal on all ranks.
         log: called as ``log(record, step)`` once per cycle, with a `hdet.logging.CycleRecord`; give
@@ -169,7 +169,9 @@ class Ensemble:
         Raises:
             ReplicasDiverged: no replica has finite parameters, and there is no snapshot.
             ReplicaLost: a collective failed or timed out; afterwards every call is refused.
+            ReplicaDisagreement: ranks differ in their settings, values or calls.
             RuntimeError: a schedule-free optimizer is in eval mode.
+            TypeError: no closure in a step of a trial.
             ValueError: somebody else has written a value (see `rescheduling` and `set_value`).
         """
         cycles, schedule = self._cycles, self._schedule
@@ -344,7 +346,7 @@ class Ensemble:
 
     @property
     def history(self) -> list[CycleRecord]:
-        """The records of this process's last 1000 cycles, as ``log`` gets them, but for their key
+        """The records of this process's last 1000 cycles, as ``log`` gets them, with an empty
         ``record``."""
         return list(self._records.history)
 
@@ -376,7 +378,7 @@ class Ensemble:
         return self._schedule.by_knob(self._fan_out.multipliers[place])
 
     def report(self) -> str:
-        """What the controller is going to do, or what it has measured: some short lines."""
+        """What search and controller are going to do, or have measured: some short lines."""
         return self._records.report()
 
     def mean(self) -> list[torch.Tensor] | None:
@@ -431,12 +433,12 @@ class Ensemble:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a run, on all ranks alike. Load parameters, buffers and optimizer too, in any
-        order; N may differ. Without a controller the state of any is taken, and warned of: its
-        corrections stay in use.
+        order; N may differ. Without a search or a controller the state of any is taken, and
+        warned of: its corrections stay in use.
 
         Raises:
             ValueError: another version, missing or damaged values, other knobs, another controller
-                or scheduler; nothing is changed then.
+                or scheduler, or a search where none was saved; nothing is changed then.
         """
         with self.taken_over(state):
             pass

@@ -68,8 +68,8 @@ class CycleRecord(TypedDict):
     notes: list[str]
     """Why, in words."""
     record: dict[str, Any]
-    """What the controller was given (``evidence``), and its ``plan`` and ``decisions``. For
-    ``log=`` only."""
+    """What the controller was given (``evidence``), and its ``plan`` and ``decisions``. Empty in
+    `Ensemble.history`."""
 
 
 def scalars(record: Mapping[str, Any], prefix: str = "hdet/") -> dict[str, float]:

@@ -46,9 +46,9 @@ class OneCycleAutoLR(OneCycleLR):
         model_sync_interval: T, optimizer steps between averages of the replicas.
         rank, world_size: accepted for compatibility; must agree with the process group or with
             ``replicas`` (co-resident: 0 and 1).
-        enable_auto_lr: use the paper's softmax controller on one knob per parameter group. Off:
-            spread and averages still run. Then ``auto_lr_warmup_steps`` must be below the run's
-            length.
+        enable_auto_lr: use the paper's softmax controller on one knob per parameter group;
+            ``auto_lr_warmup_steps`` must be below the run's length. Off: spread and averages still
+            run.
         loss_scale, lr_of_lr, momentum_of_lr: sigma, lambda and beta of that controller.
         replicas: who takes part; default the world if torch.distributed is initialised; or a
             `CoresidentReplicas`.

@@ -18,7 +18,7 @@ import torch
 with suppress(ImportError):  # make gpu runs where it may be missing
     from hypothesis import HealthCheck, settings
 
-    # In CI the examples are always the same; HDET_ADVERSARY=1 draws others (CONTRIBUTING.md).
+    # In CI the examples are always the same; HDET_ADVERSARY=1 draws others (docs/promises.md).
     settings.register_profile(
         "a busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow],
         derandomize="HDET_ADVERSARY" not in os.environ,

@@ -48,7 +48,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     options = parser.parse_args(arguments)
     if options.compare and (options.resume or options.controller == "fixed"):
-        parser.error("--compare trains two new runs, of which one has a controller")
+        parser.error("--compare trains two new runs, of which one is fixed")
     if options.coresident and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         parser.error("--coresident is one process: start it without torchrun")
     return options

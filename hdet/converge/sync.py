@@ -48,8 +48,8 @@ class Sync:
             sent from the group's first rank, so that copies stay equal bitwise.
         refresh: called whenever parameters were written outside of ``optimizer.step()``; whoever
             keeps a model beside the parameters that the optimizer has (Megatron's float32 masters)
-            copies them there. FSDP2 modules given as ``buffers`` or to a `ProbeController` are
-            resharded without it.
+            copies them there. FSDP2 modules given as ``buffers``, to an `AutoLR` or to a
+            `ProbeController` are resharded without it.
         bucket_bytes: extra memory of the average, in bytes: two buckets of half as many.
 
     Raises:

@@ -30,7 +30,7 @@ REMEDIES = {
     "version": "load it with the hdet that wrote it",
     "knobs": "construct it with the same knobs",
     "controller": "construct it with the same controller, or with controller=None, which keeps the "
-    "corrections and searches no further",
+    "corrections and moves nothing further",
 }
 
 Rows = Sequence[Sequence[float] | None]
@@ -62,7 +62,7 @@ class Engine:
         values: of what is explored; names must differ.
         replicas: N, >= 1.
         clock: cycle, warm-up and length of the run, in optimizer steps.
-        controller: None keeps corrections at 1 (spread and averages still run).
+        controller: None decides nothing at a cycle's end (spread and averages still run).
         seed: key of the assignments (Eq. 8).
         design: "permutation", each knob by itself (Eq. 8), or "orthogonal", two levels for all
             knobs together (core/design.py).
@@ -321,7 +321,7 @@ class Engine:
             raise ValueError(
                 f"{where} was saved with controller {reprlib.repr(state['controller'])}, whose "
                 "values stand in the place of the schedule: construct it with the same controller, "
-                "and freeze_after=1 to search no further"
+                "and freeze_after=1 to move nothing further"
             )
         return values
 

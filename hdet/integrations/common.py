@@ -146,7 +146,7 @@ class Adapter:
         way of averaging keeps beside the weights, such as an outer momentum, begins again.
 
         Raises:
-            ValueError: the search is an AutoLR, and no function that makes one.
+            ValueError: the search is an object, and no function that makes one.
         """
         old = self.ensembles[number]
         old.converge()

@@ -30,7 +30,7 @@ _WRITING_RATES = (pytorch.callbacks.BaseFinetuning, _StochasticAverage)
 
 
 class HdetCallback(Adapter, _Callback):
-    """Replicas or copies of the run search while Lightning's Trainer trains::
+    """hdet in the loop of Lightning's Trainer::
 
         trainer = Trainer(callbacks=[HdetCallback(search=hdet.AutoLR)])
 
@@ -47,7 +47,7 @@ class HdetCallback(Adapter, _Callback):
             shape (examples,) or one number, for an `AutoLR`. None: what ``training_step`` returns;
             its calls of ``log`` have no effect then. Needed under manual optimization, and where
             ``training_step`` changes what is no buffer (a torchmetrics object).
-        settings: of the `hdet.Ensemble`, such as ``sync``, ``knobs``, ``controller``.
+        settings: of the `hdet.Ensemble`, such as ``search``, ``sync``, ``knobs``. ``search``,
             ``controller`` and ``replicas`` may be functions of the module: ``hdet.AutoLR``,
             ``lambda module: hdet.Replicas.from_mesh(module.mesh)``. ``log`` is called on the first
             process only.

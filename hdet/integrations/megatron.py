@@ -47,14 +47,14 @@ def wrap(optimizer: Any, scheduler: Any, model: Any, **settings: Any) -> Wrapped
         optimizer: of ``get_megatron_optimizer``, in float32 or with float32 masters.
         scheduler: its ``OptimizerParamScheduler``.
         model: the list of chunks from which the optimizer was made.
-        settings: of the `hdet.Ensemble`, such as ``controller``, ``knobs``, ``sync``,
-            ``total_steps`` (the optimizer's). ``controller`` and ``replicas`` may be functions of
-            the model. ``log`` is called on rank 0 only.
+        settings: of the `hdet.Ensemble`, such as ``search``, ``knobs``, ``sync``,
+            ``total_steps`` (the optimizer's). ``search``, ``controller`` and ``replicas`` may be
+            functions of the model. ``log`` is called on rank 0 only.
 
     Raises:
         TypeError: a setting that an Ensemble does not have.
         ValueError: a distributed optimizer, or another one that hdet does not know; no parameters
-            on this rank; one controller for several optimizers; with an AutoLR: several
+            on this rank; one search or controller for several optimizers; with an AutoLR: several
             optimizers, float16.
     """
     return Wrapped(optimizer, scheduler, list(model), complete_settings(settings))

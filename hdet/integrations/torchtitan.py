@@ -43,14 +43,15 @@ def wrap(config: Any, **settings: Any) -> Any:
 
     Args:
         config: a ``Trainer.Config``, or that of a Trainer's subclass. It is not changed.
-        settings: of the `hdet.Ensemble`, such as ``controller``, ``knobs``, ``sync``.
+        settings: of the `hdet.Ensemble`, such as ``search``, ``knobs``, ``sync``. ``search``,
             ``controller`` and ``replicas`` may be functions of the model. ``log`` is called on
             rank 0 only.
 
     Raises:
         TypeError: a setting that an Ensemble does not have.
         ValueError: when the trainer is built: pipeline parallel. When training begins: one
-            controller for several optimizers; with an AutoLR: several optimizers, CUDA graphs.
+            search or controller for several optimizers; with an AutoLR: several optimizers, CUDA
+            graphs.
     """
     given: Any = type(config)
 

@@ -25,7 +25,7 @@ _Any: Any = object
 
 
 class HdetMixin(_Any):
-    """In front of any Trainer class: replicas or copies of the run search while it trains::
+    """In front of any Trainer class: hdet in its training loop::
 
         class Trainer(HdetMixin, SFTTrainer):
             pass

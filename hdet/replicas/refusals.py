@@ -150,7 +150,7 @@ def _wrong_spans(parameter: Any, name: str, replicas: Replicas, gradients: str) 
                 f"{name} is sharded ({placement}) over ranks {brief(ranks)} by {dim} of the mesh "
                 f"{dims(mesh)}, which are of several replicas (this one is ranks {brief(own)}). "
                 f"Use {_HSDP}: replicate= names the dimension over which parameters are copies. Or "
-                "leave replicas out: one replica is enough for hdet.AutoLR(model)"
+                "leave replicas out: one replica is enough for search=hdet.AutoLR(model)"
             )
         if gradients == "local":
             yield (

@@ -159,7 +159,7 @@ def wrong_settings(run: Setup) -> Iterator[str]:
         yield (
             f"ranks {brief(replicas.ranks[0])} are one replica, by what they share, so there is "
             "nothing to explore with. Start more ranks, share less (tp, cp, pp, ep, shards), or "
-            "use hdet.AutoLR(model), which needs one replica only"
+            "use search=hdet.AutoLR(model), which needs one replica only"
         )
     if run.search is not None and is_coresident:
         yield (
@@ -312,7 +312,10 @@ def doubts(run: Setup) -> Iterator[str]:
             f"Make cycles shorter, such as sync=hdet.Sync({max(1, total // 20)})"
         )
     if controller.needs_replicas and run.replicas.count == 1:
-        yield "one replica explores nothing: the controller will never move a value"
+        yield (
+            "one replica explores nothing: the controller will never move a value. Start more "
+            "processes, pass CoresidentReplicas, or use search=hdet.AutoLR(model)"
+        )
     elif controller.needs_replicas and not run.explored:
         yield (
             f"the controller {name!r} compares replicas, and the spread of each knob is 0, so they "
