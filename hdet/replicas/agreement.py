@@ -51,6 +51,7 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}... [{digest(text):x}]"
 
 
+MOST_ENTRIES = 64
 Entries = Mapping[str, tuple[object, object]]
 """name -> (scope, value), both plain data. Ranks with the same scope must have the same value; the
 scope of what all ranks share is ``()``."""
@@ -59,12 +60,10 @@ scope of what all ranks share is ``()``."""
 def compare(entries: Entries, group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise `ReplicaDisagreement`, on all ranks of ``group`` alike, unless their entries agree.
 
-    Digests are sent first. Where they differ one rank for each value sends it, so that the message
-    leads to the very number in a nested value. What another version of hdet does not have is
-    compared among those that have it; the version is an entry itself. ``device``: this rank's.
+    Digests are sent first, in one collective. Where they differ one rank for each value sends it,
+    so that the message leads to the very number in a nested value. ``device``: this rank's.
     """
-    own = {name: (digest(scope), digest(value)) for name, (scope, value) in entries.items()}
-    differing = _differing(gathered(own, group, device))
+    differing = _differing(_gathered_digests(entries, group, device))
     if not differing:
         return
     tellers = {rank for marks in differing.values() for rank in _first_holders(marks).values()}
@@ -80,6 +79,24 @@ def compare(entries: Entries, group: dist.ProcessGroup, device: torch.device) ->
     raise ReplicaDisagreement(
         ". ".join(problems) + ". Start all ranks with the same code, settings and model"
     )
+
+
+def _gathered_digests(
+    entries: Entries, group: dist.ProcessGroup, device: torch.device
+) -> dict[int, dict[str, tuple[int, int]]]:
+    """By rank and name: the digests of scope and value. Entries of another version of hdet, which
+    is an entry itself, are left out."""
+    rows = [[digest(name), digest(scope), digest(it)] for name, (scope, it) in entries.items()]
+    own = torch.zeros(MOST_ENTRIES, 3, dtype=torch.int64)
+    own[: len(rows)] = torch.tensor(rows)
+    own = own.to(reachable(group, device))
+    everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyones, own, group=group)
+    names = {digest(name): name for name in entries}
+    return {
+        rank: {names[name]: (scope, value) for name, scope, value in rows.tolist() if name in names}
+        for rank, rows in zip(dist.get_process_group_ranks(group), everyones, strict=True)
+    }  # fmt: skip
 
 
 def gathered(

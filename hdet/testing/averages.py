@@ -34,6 +34,8 @@ class AveragingContract:
 
     Example::
 
+        import hdet.testing
+
         class TestPlain(hdet.testing.AveragingContract):
             way = hdet.converge.Plain()
     """

@@ -46,8 +46,10 @@ class ControllerContract:
 
     Example::
 
-        class TestHalver(hdet.testing.ControllerContract):
-            make = Halver
+        import hdet.testing
+
+        class TestPublished(hdet.testing.ControllerContract):
+            make = hdet.SoftmaxController
     """
 
     make: Callable[..., Controller]

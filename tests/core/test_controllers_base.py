@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hdet.controllers.probe_rule import ProbeRule
 from hdet.controllers.softmax import SoftmaxController
@@ -151,6 +153,31 @@ def test_a_correction_stays_within_the_bound(start: float, end: float) -> None:
     moved = [value / start for *_, [value] in bowl(ProbeRule(bound=5.0), [start])]
     assert all(0.2 * 0.999 <= by <= 5.0 * 1.001 for by in moved)
     assert moved[-1] == pytest.approx(end, rel=1e-3)
+
+
+BAD = st.sampled_from([None, math.nan, math.inf, -math.inf, 1e30])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(sorted(ALL)),
+    seed=st.integers(0, 10_000),
+    start=st.floats(-8, 8).map(math.exp),
+    spoiled=st.dictionaries(st.tuples(st.integers(0, 19), st.integers(0, 3)), BAD, max_size=40),
+)
+def test_whatever_the_losses_are_values_stay_finite_and_within_the_bound(
+    name: str, seed: int, start: float, spoiled: dict[tuple[int, int], float | None]
+) -> None:
+    def spoil(cycle: int, losses: list[float | None]) -> list[float | None]:
+        return [spoiled.get((cycle, r), loss) for r, loss in enumerate(losses)]
+
+    limit = {} if name == "softmax" else {"bound": 5.0}
+    for _, outcome, values in bowl(ALL[name](**limit), [start], cycles=20, seed=seed, spoil=spoil):
+        assert math.isfinite(values[0]) and values[0] > 0
+        if limit:
+            assert 0.2 * 0.999 <= values[0] / start <= 5.0 * 1.001
+        said = [x for d in outcome.decisions for x in (d.slope, d.error, d.t) if x is not None]
+        assert all(map(math.isfinite, said))
 
 
 # -- on a loss whose best value is 1 -----------------------------------------------------------

@@ -272,7 +272,9 @@ def test_a_step_finds_what_has_moved(
 ) -> None:
     if backend == "torch":  # and a torch of another interface
         monkeypatch.setattr(native, "torch_interface", None)
-    params, optimizer, _ = replicated(count, rule, **STORED[stored], backend=backend)
+    params, optimizer, _ = replicated(
+        count, rule, transposed=False, **STORED[stored], backend=backend
+    )
     run(optimizer, params, range(2))
     for place, key in enumerate(places_of(optimizer)):
         if way == "turned" and (
