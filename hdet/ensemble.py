@@ -446,7 +446,7 @@ class Ensemble:
     @contextmanager
     def taken_over(self, state: Mapping[str, Any]) -> Iterator[None]:
         """`load_state_dict`, unless what is done inside raises: nothing is changed then."""
-        self._cycles.check_at_rest("load_state_dict")
+        self.check_state(state)  # all of it: a load that is taken back would have warned
         searched = loaded(self.search, self._check_search(state))
         with searched, self._schedule.taken_over(state), self._engine.taken_over(state):
             yield

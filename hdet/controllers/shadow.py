@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..core.controller import Controller
-from ..core.evidence import Evidence, KnobSpec
+from ..core.evidence import Evidence, KnobSpec, Run
 from ..core.plan import Decision, Plan
 
 __all__ = ["Shadow"]
@@ -30,6 +30,9 @@ class Shadow(Controller):
         self.needs_replicas, self.regresses = controller.needs_replicas, controller.regresses
         self.decisions: Sequence[Decision] = ()
         """[knob]: what was decided last; not carried out."""
+
+    def start(self, run: Run) -> None:
+        super().start(replace(run, searches=False))  # it cannot disturb a search
 
     @property
     def idle(self) -> bool:

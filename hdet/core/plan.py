@@ -25,7 +25,8 @@ class Plan:
     def check_table(self, knobs: int, replicas: int) -> None:
         """Raises ValueError for multipliers of another run."""
         table = self.multipliers or ()
-        is_table = len(table) == knobs and all(len(row) == replicas for row in table)
+        is_table = isinstance(table, Sequence) and len(table) == knobs
+        is_table = is_table and all(isinstance(x, Sequence) and len(x) == replicas for x in table)
         if not is_table or not all(finite(rho) and rho > 0 for row in table for rho in row):
             raise ValueError(
                 f"a plan's multipliers must be {knobs} rows (one a knob) of {replicas} positive "

@@ -120,7 +120,8 @@ class Adapter:
         for name in ("search", "controller", "replicas"):
             if callable(made.get(name)):
                 made[name] = made[name](self._model)
-        search: AutoLR | None = made.get("search")
+        given = made.get("search")
+        search = given if isinstance(given, AutoLR) else None  # the Ensemble refuses anything else
         if search is not None and search.budget != 0:  # it may train copies of the run
             obstacle = self.find_obstacle()
             if count > 1:
@@ -148,6 +149,11 @@ class Adapter:
         Raises:
             ValueError: the search is an object, and no function that makes one.
         """
+        if isinstance(self._settings[number].get("search"), AutoLR):
+            raise ValueError(
+                "add_group: the new Ensemble needs an AutoLR of its own: pass a function that "
+                "makes one, such as search=hdet.AutoLR"
+            )
         old = self.ensembles[number]
         old.converge()
         state = old.state_dict()

@@ -222,7 +222,8 @@ class Cycles:
         probed = self._now()
         stats = self._gather("the end of a cycle", rows, compare=compare)
         measured = self.measurements.split(stats.measured)
-        if is_searching:  # what breaks in the first steps is rolled back by the search
+        # What breaks in the first steps is put back by the search, if it moves anything.
+        if is_searching and self.search is not None and not self.search.report_only:
             finite = [r for r, good in enumerate(stats.finite) if good]
             verdict = Verdict(finite or list(range(self.replicas.count)))
         else:

@@ -123,8 +123,8 @@ class AutoLR:
         self.best_weights = None if val_batches is None else BestWeights(val_batches)
         self.total_steps: int | None = None
         self.interval: RateInterval | None = None
-        self.cost = self.seconds = 0.0
-        self.num_bytes = 0
+        self.cost = 0.0
+        self._seconds, self._num_bytes = 0.0, 0  # of this rank: no settings, which ranks compare
         self.done = False
         self.report_only = report_only
         self._repeats = 0
@@ -133,6 +133,16 @@ class AutoLR:
         self._steps: TrialSteps | OwnSteps | None = None
         self.in_place = InPlace()
         """Keeps others from seeing an arm of a trial in the run's place."""
+
+    @property
+    def seconds(self) -> float:
+        """Of trials, on this rank."""
+        return self._seconds
+
+    @property
+    def num_bytes(self) -> int:
+        """The most memory that copies took, on this rank."""
+        return self._num_bytes
 
     # -- what an Ensemble asks ---------------------------------------------------------------------
 
@@ -185,8 +195,8 @@ class AutoLR:
             if measured is None:
                 return None
             trial, steps = measured, self._steps
-            self.cost, self.seconds = self.cost + steps.cost, self.seconds + steps.seconds
-            self.num_bytes = max(self.num_bytes, steps.num_bytes)
+            self.cost, self._seconds = self.cost + steps.cost, self._seconds + steps.seconds
+            self._num_bytes = max(self._num_bytes, steps.num_bytes)
         factor = self._decide(replace(trial, given_up=run.find_doubt() or trial.given_up))
         self._has_restarted = factor < 1
         if factor < 1:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler as torchs
 
 import hdet
-from tests.harness import Run, Scripted, probe, taught
+from tests.harness import Run, Scripted, model, probe, taught
 
 TOTAL, EVERY, OVER = 200, 4, 28
 """`OVER`: a search without a trial."""
@@ -93,6 +93,51 @@ def test_what_follows_asks_for_what_it_needs() -> None:
         chained(Fussy())
     with pytest.warns(UserWarning, match="one replica explores nothing"):
         chained(SOFTMAX())
+
+
+def test_what_only_reports_leaves_a_rollback_to_the_run() -> None:
+    """As it is without it, bitwise."""
+    found = []
+    for search in (None, lambda net: hdet.AutoLR(net, report_only=True)):
+        run = Run(
+            search=search, total=1500, every=4, data=taught, closure=True, lr=1e-3, spread=0.0,
+            divergence=hdet.Divergence(rollback="device"),
+        )  # fmt: skip
+        for step in range(12):
+            loss = run.backward()
+            for p in run.net.parameters():
+                p.grad = torch.full_like(p, float("nan")) if step == 5 else p.grad
+            run.optimizer.step()
+            run.ensemble.step(loss, closure=lambda run=run: run.losses(run.batches()[0]))
+            run.index += 1
+        found.append((run.weights(), [record["rolled_back"] for record in run.records]))
+    (plain, rolled_back), (weights, ours) = found
+    assert ours == rolled_back == [False, True, False] and torch.equal(weights, plain)
+
+
+def test_a_plan_of_another_run_is_refused_before_the_optimizer_is_taken() -> None:
+    class Odd(Listener):
+        def plan(self) -> hdet.Plan:
+            return hdet.Plan(multipliers=self.table)
+
+    for table in ([[1.0, 1.1]], [1.0], 5.0, [[0.0]]):
+        controller: Any = Odd()
+        controller.table = table
+        optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="must be 1 rows .one a knob. of 1 positive"):
+            hdet.Ensemble(optimizer, controller=controller)
+        assert "step" not in vars(optimizer)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_refused_load_warns_of_nothing() -> None:
+    run = chained(Listener()).steps(40)
+    state = run.ensemble.state_dict()
+    with pytest.raises(ValueError, match="corrections"):
+        run.ensemble.load_state_dict({**state, "corrections": [-1.0]})
+    shadowed = hdet.Shadow(hdet.SoftmaxController())
+    with pytest.warns(UserWarning, match="one replica explores nothing"):
+        assert chained(shadowed).controller is shadowed, "it moves nothing, so it may follow"
 
 
 # -- copies of the parameters ------------------------------------------------------------------

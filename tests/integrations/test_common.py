@@ -159,11 +159,12 @@ def test_each_optimizer_has_an_ensemble_with_its_state_or_none_has() -> None:
     (2, {"search": hdet.AutoLR(MODEL)}, None, "each with a search of its own: pass a function"),
     (2, {"search": hdet.AutoLR}, "is bad", "AutoLR trains copies of a run with one optimizer, and"),
     (1, {"search": hdet.AutoLR}, "is bad", "AutoLR is bad"),
+    (1, {"search": lambda model: 5}, None, "search must be an hdet.AutoLR"),
 ])  # fmt: skip
 def test_a_search_that_cannot_be_is_refused(
     count: int, given: Any, obstacle: str | None, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         begun({**given, "total_steps": 9000}, count, obstacle=obstacle)
 
 
