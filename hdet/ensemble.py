@@ -124,7 +124,7 @@ class Ensemble:
                 search.model, optimizer, run.replicas, run.schedule.peak_rates, not run.is_local,
                 self._fan_out.aside, run.sync.refresh is not None, run.schedule.find_doubt,
             ))  # fmt: skip
-            search.done = search.done or run.engine.step > 0  # the first steps are over
+            search.done = search.done or not run.engine.is_searching
         self._cycles = Cycles(run, self._fan_out, self._agreement, self._guard)
         self.averager = self._cycles.parameters.average
         self._fan_out.attach(self._cycles.begin_steps)
@@ -374,8 +374,8 @@ class Ensemble:
     @property
     def multipliers(self) -> dict[str, float]:
         """rho of this replica in the running cycle, by knob."""
-        place = self.replicas.local.index(self.replicas.index)
-        return self._schedule.by_knob(self._fan_out.multipliers[place])
+        slot = self.replicas.local.index(self.replicas.index)
+        return self._schedule.by_knob(self._fan_out.multipliers[slot])
 
     def report(self) -> str:
         """What search and controller are going to do, or have measured: some short lines."""
@@ -446,9 +446,12 @@ class Ensemble:
     @contextmanager
     def taken_over(self, state: Mapping[str, Any]) -> Iterator[None]:
         """`load_state_dict`, unless what is done inside raises: nothing is changed then."""
-        self.check_state(state)  # all of it: a load that is taken back would have warned
-        searched = loaded(self.search, self._check_search(state))
-        with searched, self._schedule.taken_over(state), self._engine.taken_over(state):
+        self._cycles.check_at_rest("load_state_dict")
+        with (  # the search last, which warns of what it loads
+            self._schedule.taken_over(state),
+            self._engine.taken_over(state),
+            loaded(self.search, self._check_search(state)),
+        ):
             yield
         self._engine.restart()
         if self.search is not None:

@@ -68,6 +68,7 @@ class Engine:
             knobs together (core/design.py).
         searches: does a search move rates in the first steps? Until it is over replicas train
             alike, and the controller looks on; without a controller they train alike for good.
+
     Raises:
         ValueError: there is no knob, or two have one name; or the controller would never act.
     """

@@ -214,7 +214,8 @@ class Cycles:
     @ranged("hdet.cycle")
     def end(self) -> CycleRecord:
         """Measure, average, let the controller decide, begin the next cycle. Returns the record."""
-        is_searching = self.search is not None and not self.search.done
+        search = self.search
+        is_searching = search is not None and not search.done
         self._check_explored()
         started = self._now()
         compare = self.replicas.count > 1 and not self.can_part
@@ -223,7 +224,7 @@ class Cycles:
         stats = self._gather("the end of a cycle", rows, compare=compare)
         measured = self.measurements.split(stats.measured)
         # What breaks in the first steps is put back by the search, if it moves anything.
-        if is_searching and self.search is not None and not self.search.report_only:
+        if search is not None and not (search.done or search.report_only):
             finite = [r for r, good in enumerate(stats.finite) if good]
             verdict = Verdict(finite or list(range(self.replicas.count)))
         else:

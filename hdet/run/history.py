@@ -58,13 +58,14 @@ class Records:
 
     def report(self) -> str:
         """See `hdet.Ensemble.report`."""
-        controller, search = self.engine.controller, self.search
-        reports = [one.report() for one in (search, controller) if one is not None]
-        if controller is not None and search is None and not controller.report():
-            moved = [f"{value.name} {value.correction:.4g}" for value in self.engine.values]
-            return f"{controller.name}: corrections of the schedule: {', '.join(moved)}"
-        said = "; then: ".join(filter(None, reports))
-        return said or "no controller: nothing moves the values of the schedule"
+        controller = self.engine.controller
+        reports = [one.report() for one in (self.search, controller) if one is not None]
+        if said := "; then: ".join(filter(None, reports)):
+            return said
+        if controller is None:
+            return "no controller: nothing moves the values of the schedule"
+        moved = [f"{value.name} {value.correction:.4g}" for value in self.engine.values]
+        return f"{controller.name}: corrections of the schedule: {', '.join(moved)}"
 
     def tell_note(self, note: str) -> None:
         """At once, what the next record will have among its notes."""
