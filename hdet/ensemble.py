@@ -447,10 +447,11 @@ class Ensemble:
     def taken_over(self, state: Mapping[str, Any]) -> Iterator[None]:
         """`load_state_dict`, unless what is done inside raises: nothing is changed then."""
         self._cycles.check_at_rest("load_state_dict")
+        searched = self._check_search(state)
         with (  # the search last, which warns of what it loads
             self._schedule.taken_over(state),
             self._engine.taken_over(state),
-            loaded(self.search, self._check_search(state)),
+            loaded(self.search, searched),
         ):
             yield
         self._engine.restart()
