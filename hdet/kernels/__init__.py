@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..rules import StepSettings
 from . import checks
+from .ema import WeightAverage
 from .interface import (
     AveragePlan,
     Backend,
@@ -38,6 +39,7 @@ __all__ = [
     "StepPlan",
     "StepSettings",
     "StepTensors",
+    "WeightAverage",
     "available",
     "average_",
     "average_plan",

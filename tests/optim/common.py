@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
+import hdet
 import hdet.optim
 from hdet import kernels
 from hdet import rules as facts
 from hdet.kernels.numbers import value_of
 from hdet.optim import FusedOptimizer
-from hdet.optim.masters import kept_masters, kept_z
+from hdet.optim.masters import BESIDE_KEYS, kept_beside, kept_masters
 
 
 @contextmanager
@@ -43,6 +44,8 @@ STORED: dict[str, dict[str, Any]] = {
     "split, 8 bits": {"dtype": BF16, "master_weights": "split", "moment_dtype": "8bit"},
     "stochastic": {"dtype": BF16, "stochastic_rounding": True},
     "clipped": {"max_grad_norm": 1.0, "zero_gradients": True},
+    "averages": {"ema": (0.5, hdet.WeightAverage(decay=None, every=2))},
+    "split, averages": {"dtype": BF16, "master_weights": "split", "ema": 0.75},
 }
 """of `replicated`; codes of 8 bits need the fixture `small_tensors_have_codes`"""
 
@@ -369,6 +372,8 @@ def replicated(
     for param in params:
         if transposed and param.dim() > 1:
             param.data = param.data.mT.contiguous().mT
+    if rule is FREE:  # which is an average itself
+        options.pop("ema", None)
     made = groups(params, rule)
     for group in made if rule.fused.rule in facts.COUPLED else ():
         group["weight_decay"] = 0.0
@@ -386,12 +391,14 @@ def put(source: Sequence[Tensor], into: Sequence[Tensor]) -> None:
 
 
 def values(optimizer: FusedOptimizer, k: int = 0) -> list[Tensor]:
-    """Copies of the float32 values of replica k, as the state has them, and of its z."""
+    """Copies of the float32 values of replica k, as the state has them, and of weights
+    beside them."""
     found = []
     first, own = optimizer.replica_parameters(0), optimizer.replica_parameters(k)
     for param, tensor in zip(first, own, strict=True):
         state = optimizer.state.get(param, {})
-        masters, z = kept_masters(state), kept_z(state)
+        masters = kept_masters(state)
         found.append(value_of(tensor.detach(), masters[k] if masters else None).clone())
-        found += [one.clone() for one in z[k : k + 1]]
+        for key in BESIDE_KEYS:
+            found += [one.clone() for one in kept_beside(state, key)[k : k + 1]]
     return found

@@ -90,6 +90,7 @@ def same_bits_as_plain(rank: int, world_size: int, mesh: str) -> None:
         STORED["split masters"],
         {"dtype": torch.float16, "master_weights": "fp32", "zero_gradients": True},
         {"backend": "torch"},
+        STORED["split, averages"],
     ):
         twins = twins_of(mesh, **options)
         twins.go(range(4))

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from hdet import kernels
 from hdet.optim import FusedAdamW
+from hdet.optim.masters import REPLICA_KEYS
 
 from .common import (
     BY_NAME,
@@ -37,19 +38,23 @@ WEIGHTS = [0.2, 0.5, 0.3]
 SEVERAL = pytest.mark.parametrize("rule", [BY_NAME["adamw"], FREE], ids=names)
 """one whose replicas share their state, and one whose replicas have a part of their own"""
 MASTERS = pytest.mark.parametrize("stored", ["float32 masters", "split masters"])
-KEPT = pytest.mark.parametrize("stored", ["float32", "float32 masters", "split masters"])
+KEPT = pytest.mark.parametrize(
+    "stored", ["float32", "float32 masters", "split masters", "split, averages"]
+)
+
+ON_TORCH = ["float32", "split, 8 bits", "averages"]
 
 
 def shared(optimizer: Any) -> list[Tensor]:
     """What all replicas have one of."""
-    own = ("z", "master_param", "remainder", "replica_params", "replica_masters", "replica_z")
+    own = ("z", "ema", "ema_1", "master_param", "remainder", *REPLICA_KEYS)
     return [state[k] for state in state_of(optimizer) for k in sorted(state) if k not in own]
 
 
 @pytest.mark.usefixtures("small_tensors_have_codes")
 @pytest.mark.parametrize(
     ("stored", "backend"),
-    [*((name, "cpu") for name in STORED), ("float32", "torch"), ("split, 8 bits", "torch")],
+    [*((name, "cpu") for name in STORED), *((name, "torch") for name in ON_TORCH)],
 )
 @each_rule
 def test_replicas_step_as_separate_runs_would(rule: Rule, stored: str, backend: str) -> None:
@@ -81,7 +86,7 @@ def test_replicas_step_as_separate_runs_would(rule: Rule, stored: str, backend: 
 
 
 @each_backend
-@pytest.mark.parametrize("stored", [*STORED][:4])
+@pytest.mark.parametrize("stored", [*[*STORED][:4], "averages"])
 @SEVERAL
 def test_average_replicas(rule: Rule, stored: str, backend: str) -> None:
     params, optimizer, sets = replicated(3, rule, **STORED[stored], backend=backend)
@@ -216,7 +221,7 @@ def test_a_converged_state_is_that_of_any_number_of_replicas(
     for k in range(count):
         assert_equal(sets[k], ours)
         assert_equal(values(other, k), values(three, 0))
-    for key in ("replica_masters", "replica_z"):  # equal parameters are not enough
+    for key in ("replica_masters", "replica_z", "replica_ema"):  # equal parameters are not enough
         apart = copy.deepcopy(state)
         if count > 1 and key in apart["state"][1]:
             apart["state"][1][key][-1].view(torch.uint8)[0] ^= 1

@@ -82,6 +82,7 @@ STATES = [
     ),
     *((rule, 3, kind) for rule in (BY_NAME["adamw"], MUON, FREE) for kind in ("float32", "8 bits")),
     *((rule, 3, "split masters") for rule in (MUON, FREE)),
+    *((rule, count, "split, averages") for rule in (BY_NAME["adamw"], MUON) for count in (1, 3)),
 ]
 
 
