@@ -108,7 +108,8 @@ inline void follow_all(const Work& w, int64_t element, int length, const float* 
 template <class Rule>
 Done fused_chunk(const Work& w) {
   for (int j = 0; j < Rule::kMoments; ++j) {
-    if (w.formats.moments[j] != DType::f32) return Done::nothing;  // SGD without momentum, and codes
+    if (w.formats.moments[j] != DType::f32)
+      return Done::nothing;  // SGD without momentum, and codes
   }
   switch (w.plan.num_replicas) {
     case 1: return fused<Rule, 1>(w);

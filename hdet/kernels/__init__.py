@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ..rules import StepSettings
 from . import checks
-from .ema import WeightAverage
 from .interface import (
     AveragePlan,
     Backend,
@@ -39,7 +38,6 @@ __all__ = [
     "StepPlan",
     "StepSettings",
     "StepTensors",
-    "WeightAverage",
     "available",
     "average_",
     "average_plan",

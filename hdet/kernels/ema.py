@@ -30,9 +30,9 @@ class WeightAverage:
 
     Raises ValueError for numbers out of range.
 
-    The mean over the last 1 000 of 10 000 steps, each tenth of them:
+    The mean over the last 1 000 of 10 000 steps, each tenth of them::
 
-    >>> tail = hdet.WeightAverage(decay=None, every=10, begin=9000)
+        tail = hdet.WeightAverage(decay=None, every=10, begin=9000)
     """
 
     decay: float | None = 0.9999

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hdet.kernels import StepOptions, StepPlan, StepSettings, StepTensors, WeightAverage
+from hdet.kernels import StepOptions, StepPlan, StepSettings, StepTensors
 from hdet.kernels.checks import UnusualMemory, check_gradients_apart
+from hdet.kernels.ema import WeightAverage
 from hdet.kernels.interface import Column
 from hdet.rules import Facts, Kind
 from hdet.tensors import dtensor as shards

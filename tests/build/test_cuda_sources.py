@@ -23,12 +23,15 @@ pytestmark = pytest.mark.skipif(nvcc() is None, reason="there is no nvcc here")
 # kernels by source
 KERNELS = {
     "step.cu": 9 * len(RULES),
+    "averaged.cu": 3 * len(RULES),
     "coded.cu": 5 * len(RULES),
     "derive.cu": 1,
     "norm.cu": 1,
     "average.cu": 2,
     "copy.cu": 2,
 }
+
+STEPS = ("step.cu", "averaged.cu", "coded.cu")
 
 ARCH = "90" if "90" in _C.cuda_archs.split() else _C.cuda_archs.split()[-1] if _C.cuda_archs else ""
 
@@ -61,14 +64,12 @@ def compiles(source: Path, *flags: str) -> None:
     assert built.returncode == 0, built.stdout + built.stderr
 
 
-@pytest.mark.parametrize(
-    "source", [name for name in KERNELS if name not in ("step.cu", "coded.cu")]
-)
+@pytest.mark.parametrize("source", [name for name in KERNELS if name not in STEPS])
 def test_no_source_has_a_warning(source: str) -> None:
     compiles(SOURCES / source, "-fmad=false")
 
 
-@pytest.mark.parametrize("source", ["step.cu", "coded.cu"])
+@pytest.mark.parametrize("source", STEPS)
 def test_no_source_of_steps_has_a_warning(source: str, tmp_path: Path) -> None:
     """With one rule: with all of them they take minutes."""
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
@@ -146,7 +147,7 @@ def test_main_loops_access_16_bytes_of_global_memory(ptx: dict[str, str]) -> Non
 def test_a_float_step_streams_gradient_and_moments(ptx: dict[str, str], rule: str) -> None:
     """Two vectors a turn of each stream, plain accesses, and all loads before the first store."""
     kernel = re.compile(
-        rf"step_kernel.*{len(rule) + 4}{rule}RuleELb0ELNS_\d+KnownE1E", re.IGNORECASE
+        rf"step_kernel.*{len(rule) + 4}{rule}RuleELb0ELNS_\d+KnownE1ELb0E", re.IGNORECASE
     )  # of SgdRule for sgd
     (code,) = [code for name, code in ptx.items() if kernel.search(name)]
     moments = len(RULES[rule].moments)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hdet.kernels import WeightAverage
+from hdet.kernels.ema import WeightAverage
 from hdet.rules import DECOUPLED, RULES, StepSettings
 from hdet.rules.trace import Scalar, walk
 from hdet.rules.trace import Tensor as Traced

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from hdet.kernels import StepSettings, WeightAverage
+from hdet.kernels import StepSettings
+from hdet.kernels.ema import WeightAverage
 from hdet.rules import COUPLED, DECOUPLED
 from hdet.rules import RULES as ALL_RULES
 
