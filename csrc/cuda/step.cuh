@@ -239,10 +239,11 @@ struct Update {
   }
   HDET_DEVICE bool emas_are_in_step(int head) const {
     bool all = true;
-    if (!kEmas || plan.emas == nullptr) return all;
+    if constexpr (kEmas) {  // of none num_emas is 0
 #pragma unroll 1
-    for (int i = 0; i < plan.num_emas * count(); ++i)
-      all = all && in_step(ema_at(i / count(), i % count()), DType::f32, head, false);
+      for (int i = 0; i < plan.num_emas * count(); ++i)
+        all = all && in_step(ema_at(i / count(), i % count()), DType::f32, head, false);
+    }
     return all;
   }
 
@@ -317,7 +318,9 @@ struct Update {
     for (int i = 0; i < kWidth; ++i)
       p[i] = Rule::kGivesParameter ? u[i] : take_step(r.row, p[i], u[i]);
     keep(r, k, at, p, bits);
-    if (kEmas && plan.emas != nullptr) follow_over_time(r, k, at, p, bits);
+    if constexpr (kEmas) {
+      if (plan.emas != nullptr) follow_over_time(r, k, at, p, bits);
+    }
   }
 
   HDET_DEVICE bool rounds_stochastically(const Replica& r) const {
