@@ -236,8 +236,9 @@ def moving(live, weight):
 @triton.jit
 def load_emas(place, offsets, live, k: tl.constexpr, V: tl.constexpr):
     """The averages over time of replica k, as far as this step moves them."""
+    EMAS: tl.constexpr = V.emas
     values = ()
-    for j in tl.static_range(V.emas):
+    for j in tl.static_range(EMAS):
         moves = moving(live, place.ema_rows[2 * j])
         values = values + (load(ema_pointer(place, k, j, V), offsets, moves, F32),)
     return values
@@ -246,7 +247,8 @@ def load_emas(place, offsets, live, k: tl.constexpr, V: tl.constexpr):
 @triton.jit
 def store_emas(place, old, offsets, live, x, k: tl.constexpr, V: tl.constexpr):
     """They take in what the replica has become."""
-    for j in tl.static_range(V.emas):
+    EMAS: tl.constexpr = V.emas
+    for j in tl.static_range(EMAS):
         weight = place.ema_rows[2 * j]
         new = averaged(old[j], x, weight, place.ema_rows[2 * j + 1])
         tl.store(ema_pointer(place, k, j, V) + offsets, new, mask=moving(live, weight))
@@ -328,9 +330,10 @@ def locate(
     row_numbers = ()
     for k in tl.static_range(K):
         row_numbers = row_numbers + load_replica(replica_rows + (chunk.tensor * K + k) * 2)
+    WEIGHTS: tl.constexpr = 2 * V.emas
     weights = ()
-    for i in tl.static_range(2 * V.emas):
-        weights = weights + (tl.load(ema_rows + chunk.tensor * (2 * V.emas) + i),)
+    for i in tl.static_range(WEIGHTS):
+        weights = weights + (tl.load(ema_rows + chunk.tensor * WEIGHTS + i),)
     gradient = tl.load(gradients + chunk.tensor)
     moments = ()
     scales = ()

@@ -15,6 +15,7 @@ from ...triton_kernels.step import StepVariant, update
 from ..interface import Column, StepTensors
 from ..numbers import CODE_BLOCK
 from ..step import TableStepPlan
+from ..tables import DTYPES
 from .launch import (
     DERIVED,
     TABLE_BLOCK,
@@ -80,7 +81,8 @@ class TritonStepPlan(TableStepPlan):
             )
             if variant.coded:  # whole blocks of codes
                 variant = replace(variant, block=max(variant.block, CODE_BLOCK))
-            self.launches.append((variant, (gradient, param, master, *moments), chunks))
+            emas = (DTYPES[torch.float32],) * variant.emas
+            self.launches.append((variant, (gradient, param, master, *moments, *emas), chunks))
 
     def _write_gradients(self, gradients: Column, changes: int) -> None:
         super()._write_gradients(gradients, changes)
