@@ -297,6 +297,15 @@ struct Update {
       if (!kMany || first >= count()) break;
       load_batch(first, at, raw_params);
     }
+    if constexpr (kEmas && kMany) {  // read again: beside u there are no registers for averages
+#pragma unroll 1
+      for (int k = 0; k < count() && plan.emas != nullptr; ++k) {
+        float p[kWidth];
+        load(replica(k).param, at, raw_params[0]);
+        unpack(replica(k).param, raw_params[0], p);
+        follow_over_time(k, at, p);
+      }
+    }
   }
 
   template <int kWidth>
@@ -318,8 +327,15 @@ struct Update {
     for (int i = 0; i < kWidth; ++i)
       p[i] = Rule::kGivesParameter ? u[i] : take_step(r.row, p[i], u[i]);
     keep(r, k, at, p, bits);
-    if constexpr (kEmas) {
-      if (plan.emas != nullptr) follow_over_time(r, k, at, p, bits);
+    if constexpr (kEmas && !kMany) {
+      if (plan.emas == nullptr) return;
+      if (r.param.kind == Master::none && r.param.type != DType::f32) {  // as it is stored
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i)
+          p[i] = rounds_stochastically(r) ? from_bf16(to_bf16(p[i], bits[i] & 0xffffu))
+                                          : from_16(r.param.type, to_16(r.param.type, p[i]));
+      }
+      follow_over_time(k, at, p);
     }
   }
 
@@ -327,17 +343,9 @@ struct Update {
     return formats.stochastic && r.param.kind == Master::none && r.param.type == DType::bf16;
   }
 
-  // Averages over time take in what the replica has become, as it is stored.
+  // Averages over time take in what replica k has become.
   template <int kWidth>
-  HDET_DEVICE void follow_over_time(const Replica& r, int k, const Place& at, float (&p)[kWidth],
-                                    const uint32_t (&bits)[kWidth]) const {
-    const DType type = r.param.type;
-    if (r.param.kind == Master::none && type != DType::f32) {
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i)
-        p[i] = rounds_stochastically(r) ? from_bf16(to_bf16(p[i], bits[i] & 0xffffu))
-                                        : from_16(type, to_16(type, p[i]));
-    }
+  HDET_DEVICE void follow_over_time(int k, const Place& at, const float (&p)[kWidth]) const {
 #pragma unroll 1
     for (int j = 0; j < plan.num_emas; ++j) {
       const EmaRow ema_row = ema_row_of(plan, chunk.tensor, j);
