@@ -89,9 +89,5 @@ void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid,
 void launch_norm(const StepPlan& plan, std::uintptr_t stream);
 void launch_derive(const StepPlan& plan, std::uintptr_t stream);
 void launch_coded(const StepPlan& plan, const Grid& grid, std::uintptr_t stream);
-// And where one replica of known formats has averages over time.
-struct Slices;
-void launch_averaged(const StepPlan& plan, const Grid& grid, const Slices& slices,
-                     std::uintptr_t stream);
 
 }  // namespace hdet::cuda

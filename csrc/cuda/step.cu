@@ -7,15 +7,19 @@ namespace hdet::cuda {
 namespace {
 
 // With averages over time several replicas, and bfloat16 throughout, have the kernel of any
-// formats; others those of averaged.cu.
+// formats.
 auto kernel_for(const StepPlan& plan) {
+  const bool averages = plan.emas != nullptr;
   return with_rule(plan.rule, [&](auto rule) {
-    return with_known(plan.emas != nullptr ? Known::none : plan.known, [&](auto known) {
+    return with_known(plan.known, [&](auto known) {
       using Rule = decltype(rule);
       constexpr Known kKnown = decltype(known)::value;
-      constexpr Known kOfMany = kKnown == Known::halves ? Known::none : kKnown;
-      return plan.num_replicas > 1 ? step_kernel<Rule, true, kOfMany>
-                                   : step_kernel<Rule, false, kKnown>;
+      constexpr Known kOfHalves = kKnown == Known::halves ? Known::none : kKnown;
+      if (plan.num_replicas == 1) {
+        return averages ? step_kernel<Rule, false, kOfHalves, true>
+                        : step_kernel<Rule, false, kKnown>;
+      }
+      return averages ? step_kernel<Rule, true, Known::none> : step_kernel<Rule, true, kOfHalves>;
     });
   });
 }
@@ -34,10 +38,7 @@ void step(const StepPlan& plan, int device, std::uintptr_t stream) {
   use_device(device);
   if (plan.partials != nullptr) launch_norm(plan, stream);
   launch_derive(plan, stream);
-  const bool averaged = plan.emas != nullptr && plan.num_replicas == 1 &&
-                        plan.known != Known::none && plan.known != Known::halves;
   if (plan.codebooks != nullptr) launch_coded(plan, grid, stream);
-  else if (averaged) launch_averaged(plan, grid, slices, stream);
   else launch(name, kernel_for(plan), grid, stream, plan, slices);
 }
 

@@ -97,10 +97,7 @@ def build() -> Path:
     rules = copy / "core" / "rules.h"
     others = rf"    case Rule::(?!({'|'.join(RULES)}):)\w+: return call\(.*\n"
     rules.write_text(re.sub(others, "", rules.read_text(encoding="utf-8")), encoding="utf-8")
-    longest = [
-        copy / name
-        for name in ("cuda/step.cu", "cuda/coded.cu", "cuda/averaged.cu", "bindings.cpp")
-    ]
+    longest = [copy / name for name in ("cuda/step.cu", "cuda/coded.cu", "bindings.cpp")]
     rest = [*sorted(copy.glob("cuda/*.cu")), *sorted(copy.glob("cpu/*.cpp")), HERE / "counters.cpp"]
     sources = list(dict.fromkeys([*longest, *rest]))
     with ThreadPoolExecutor(2) as pool:
