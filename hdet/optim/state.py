@@ -79,8 +79,9 @@ class Layout:
         made |= self._counter(kept, own[0], moments)
         for name in self.emas:
             made |= _beside(kept, own, name)
-        if self.emas and not _counts(kept.get("ema_step"), own[0]):
-            made["ema_step"] = _counted(kept.get("ema_step", 0.0), "ema_step", own[0])
+        if self.emas and not _counts(seen := kept.get("ema_step", 0.0), own[0]):
+            name = f"ema_step of a parameter of shape {tuple(param.shape)}"
+            made["ema_step"] = _counted(seen, name, own[0])
         made |= self._masters(kept, own)
         entries = shards.state_like(made, param)
         if len(sets) > 1 and not lists.same(state.get("replica_params") or [], list(sets[1:])):
