@@ -2,11 +2,10 @@
 
     python -m benchmarks.evidence.ranks [--workloads mlp-friedman ...] [--counts 2 4 8]
 
-N gloo processes with DistributedDataParallel, each with an N-th of every batch. *Spread*, the
-default: each replica trains arms of its own on its part. *Beside* (``spread_arms=False``): all
-ranks train every arm on the whole batch, as one process would. A process ends with its search; the
-end of the run is read off the curve of fixed rates, as in benchmarks.evidence.auto, which has the
-trials of N = 1.
+N gloo processes with DistributedDataParallel, each with an N-th of every batch. *Beside*: all ranks
+train every arm on the whole batch, as one process would. *Spread* (``spread_arms=True``): each
+replica trains arms of its own on its part. A process ends with its search; the end of the run is
+read off the curve of fixed rates, as in benchmarks.evidence.auto, which has the trials of N = 1.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from .experiment import Column, Experiment, Record
 from .workloads import WORKLOADS
 
 STEPS, STARTS = 10_000, (-4, 0, 4)
-WAYS = {"beside": False, "spread": None}
+WAYS = {"beside": False, "spread": True}
 CHOSEN = (
     "mlp-friedman", "cnn-digits", "recommender-clicks", "vae-digits", "flow-spirals",
     "masked-lm-markov", "mixture-density-branches", "transformer-recall",
@@ -40,7 +39,7 @@ CHOSEN = (
 
 
 def worker(
-    rank: int, world: int, workload: str, spread: bool | None, starts: Sequence[int]
+    rank: int, world: int, workload: str, spread: bool, starts: Sequence[int]
 ) -> list[Record]:
     """What searches from each start have found, which must be the same on all ranks."""
     found = [search(rank, world, workload, exponent, spread) for exponent in starts]
@@ -50,7 +49,7 @@ def worker(
     return found
 
 
-def search(rank: int, world: int, workload: str, exponent: int, spread: bool | None) -> Record:
+def search(rank: int, world: int, workload: str, exponent: int, spread: bool) -> Record:
     chosen = WORKLOADS[workload]
     problem, model = chosen.problem, chosen.problem.build(0)
     optimizer = chosen.optimizer_for(model, exponent)

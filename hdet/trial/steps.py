@@ -33,8 +33,8 @@ STRAYED = 4.0
 """Factor by which an arm's first step may be longer or shorter than the run's, at the same rate and
 on the same batch. More says that the closure or before_step does not do what the loop does."""
 COMMUNICATES = (
-    "the trial was given up: closure, before_step or the optimizer's step communicates in some "
-    "steps only, and each replica trained arms of its own: pass AutoLR(spread_arms=False)"
+    "the trial was given up: what a step calls communicates in some steps only: pass "
+    "spread_arms=False"
 )
 INFINITE = 1e30
 """In the place of a loss that is not finite, so that ranks can add up losses."""
