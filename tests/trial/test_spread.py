@@ -80,7 +80,10 @@ COMMUNICATING: dict[str, dict[str, Any]] = {
 SILENT: dict[str, dict[str, Any]] = {
     "DDP's gradients and buffers": {},
     "DDP's gradients": {"ddp": {"broadcast_buffers": False}},
+    "a run of which a trial costs 3 %": {"total": 6533},
+    "a longer one, asked for": {"total": 6534, "of": {"spread_arms": True}},
 }
+BESIDE: dict[str, dict[str, Any]] = {**COMMUNICATING, "a longer one": {"total": 6534}}
 
 
 def search(
@@ -92,6 +95,7 @@ def search(
     optimizer: Any = torch.optim.AdamW,
     ddp: dict[str, Any] | None = None,
     of: dict[str, Any] | None = None,
+    total: int = 1500,
 ) -> Any:
     """(what was found, its cost, the report), or how often losses were computed in each step.
 
@@ -107,7 +111,8 @@ def search(
         return change(losses) if step in when else losses
 
     made = optimizer(net.parameters(), lr=1e-3)
-    *_, ensemble = training(net, losses_at, until, optimizer=made, search=auto)
+    settings = {"optimizer": made, "search": auto, "total_steps": total}
+    *_, ensemble = training(net, losses_at, until, **settings)
     if until < ALL:
         return calls[:until]
     return auto.interval and auto.interval.to_dict(), auto.cost, ensemble.report()
@@ -134,10 +139,10 @@ def test_arms_stay_beside_each_other_where_a_closure_communicates() -> None:
 def test_whatever_communicates_is_noticed_in_the_first_step() -> None:
     """Then a step computes the loop's losses and those of five arms, else of three; both ranks
     compute them as often."""
-    kinds = {**COMMUNICATING, **SILENT}
+    kinds = {**BESIDE, **SILENT}
     cases = [{**case, "until": 2} for case in kinds.values()]
     for found in run_ranks(searches, 2, *cases):
-        expected = {name: [6, 6 if name in COMMUNICATING else 4] for name in kinds}
+        expected = {name: [6, 6 if name in BESIDE else 4] for name in kinds}
         assert dict(zip(kinds, found, strict=True)) == expected
 
 
