@@ -69,8 +69,9 @@ class Communication:
         counts = dict[Any, float]()
         for group in filter(self._leaves, dist.distributed_c10d._world.pg_map):
             for device in group._device_types:
+                backend: Any = group._get_backend(device)
                 try:
-                    count = group._get_backend(device)._get_sequence_number_for_group()
+                    count = backend._get_sequence_number_for_group()
                 except RuntimeError:
                     count = float("nan")
                 counts[group.group_name, device.type] = count
