@@ -40,10 +40,8 @@ class Communication:
         before = self._counts()
         with ExitStack() as stack:
             for owner, name in UNCOUNTED:
-                original = vars(owner)[
-                    name
-                ]  # not getattr: a function of C++ would be bound no more
-                stack.callback(setattr, owner, name, original)
+                # What getattr gives of a C++ class would not be a method when it is put back.
+                stack.callback(setattr, owner, name, vars(owner)[name])
                 setattr(owner, name, self._noticing(getattr(owner, name)))
             yield
         self._is_seen |= self._counts() != before
