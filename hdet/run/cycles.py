@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -43,6 +43,7 @@ class Cycles:
         fan_out: puts multipliers into the optimizer's step.
         agreement: sees the parameters before the first step.
         guard: put, with a name, around what communicates.
+        attached: is given what undoes each change to what the user has made.
     """
 
     def __init__(
@@ -51,13 +52,14 @@ class Cycles:
         fan_out: FanOut,
         agreement: Agreement,
         guard: Guard,
+        attached: ExitStack,
     ) -> None:
         self.engine, self.schedule, self.search = run.engine, run.schedule, run.search
         self.fan_out, self._agreement = fan_out, agreement
         self.replicas, self._divergence = run.replicas, run.divergence
-        self._guard, self.measurements = guard, Measurements(run, guard)
-        # It may keep a second set of parameters in the optimizer, so nothing is refused after it.
+        self._guard, self.measurements = guard, Measurements(run, guard, attached)
         self.parameters = parameters = ReplicaParameters(run)
+        attached.callback(parameters.average.close)
         self.losses = [LossMeter(parameters.device) for _ in run.replicas.local]
         """[local replica]: since the running cycle began."""
         self._is_local, self._times_device = run.is_local, run.log is not None
@@ -97,15 +99,6 @@ class Cycles:
         self.parameters.on_cycle_start()
         if self.search is not None:
             self.search.before_first_step()
-
-    def close(self) -> None:
-        """The end of the run, and of what looks at it."""
-        self.measurements.release()
-        if self.search is not None:
-            self.search.close()
-        self.fan_out.close()
-        self.parameters.average.close()
-        self.replicas.detach()
 
     def reset_losses(self) -> None:
         for meter in self.losses:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..knobs.cells import content, put
-from ..optim.snapshot import Snapshot
+from ..optim.snapshot import Snapshot, attach_hook
 from ..replicas.agreement import reachable
 from ..tensors.dtensor import gradient_norm, local_parts
 from ..tensors.eval_mode import modes_kept, random_states_kept
@@ -38,7 +38,7 @@ class Beginning:
         self._run, self._steps = run, 0
         self._have_begun: Any = False  # perhaps a tensor on the device
         self._idle: Any = 0.0
-        self.close = run.optimizer.register_step_post_hook(self.note_gradients).remove
+        self.close = attach_hook(run.optimizer.register_step_post_hook, self.note_gradients)
         self.weights, self.displacement = run.take_snapshot(place), Displacement(run.weights)
 
     def note_gradients(self, *_: Any) -> None:
@@ -71,7 +71,7 @@ class Arms:
         run: Searched,
         begun: Beginning,
         in_place: InPlace,
-        before_step: Callable[[], object] | None,
+        before_step: Callable[[], object],
         scaler: Any,
         place: str,
         spread: bool,
@@ -131,8 +131,7 @@ class Arms:
             gradients = self._gradients(can_lack=may_skip and losses is None)
             if self._unscale(gradients) and gradients:
                 self.begun.note_gradients()
-                if self._before_step is not None:
-                    self._before_step()
+                self._before_step()
                 with _rates_in_force(run, factor), run.aside():
                     self._step(arm, closure)
         run.clear_gradients()

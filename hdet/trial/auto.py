@@ -87,6 +87,8 @@ class AutoLR:
     """
 
     name = "AutoLR"
+    framework: Any = None
+    """An `hdet.integrations.common.Adapter`, whose part comes before the user's functions."""
 
     def __init__(
         self,
@@ -135,6 +137,11 @@ class AutoLR:
         """Keeps others from seeing an arm of a trial in the run's place."""
 
     @property
+    def scaler_in_use(self) -> Any:
+        """The user's, or the framework's."""
+        return self.scaler or (self.framework and self.framework.scaler)
+
+    @property
     def seconds(self) -> float:
         """Of trials, on this rank."""
         return self._seconds
@@ -164,15 +171,15 @@ class AutoLR:
             raise ValueError("this AutoLR belongs to another run: make a new one for each")
         if self._budget.allows_trial:
             run.check()
-        if self.spread_arms and not run.can_spread(self.scaler):
+        if self.spread_arms and not run.can_spread(self.scaler_in_use):
             raise ValueError(
                 "spread_arms=True needs gradients that a trial can leave unreduced (pass the model "
                 "with its DistributedDataParallel to AutoLR, without find_unused_parameters), no "
                 "GradScaler and no SyncBatchNorm: leave spread_arms out"
             )
-        self._run = run
         if self.best_weights is not None:
             self.best_weights.attach(run, self.total_steps, self.place)
+        self._run = run
 
     def before_first_step(self) -> None:
         """The weights that are there are the first ones."""
@@ -210,10 +217,17 @@ class AutoLR:
             run.replicas.meet("a step without a closure")
             return OwnSteps(run, begun)
         spread = not run.shares_gradients if self.spread_arms is None else self.spread_arms
-        spread = spread and run.replicas.count > 1 and run.can_spread(self.scaler)
+        spread = spread and run.replicas.count > 1 and run.can_spread(self.scaler_in_use)
         self.in_place.watch([*run.module.modules(), run.optimizer])
-        given = self.before_step, self.scaler, self.place
+        given = self._prepare_step, self.scaler_in_use, self.place
         return TrialSteps(Arms(run, begun, self.in_place, *given, spread))
+
+    def _prepare_step(self) -> None:
+        """Between an arm's backward pass and its step."""
+        if self.framework is not None:
+            self.framework.prepare_step(self.before_step)
+        elif self.before_step is not None:
+            self.before_step()
 
     def _decide(self, trial: Trial) -> float:
         given, measured_at = self.interval or trial, trial.rate
@@ -238,6 +252,12 @@ class AutoLR:
         line = str(self.interval).splitlines()[0].replace("rate:", f"rate{would}")
         restarts = f"; the run begins again with its first weights{self._advice}"
         return line + restarts * self._has_restarted
+
+    def note_restart(self) -> None:
+        """The first weights are in place again."""
+        if self.framework is not None:
+            self.framework.begin_averages()
+        self.on_restart()
 
     def note_save(self) -> None:
         """Warns if a run that is resumed from here is another one."""
