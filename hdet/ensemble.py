@@ -283,7 +283,8 @@ class Ensemble:
     def set_value(self, name: str, value: float) -> None:
         """Set the base value of the knob ``name``, on all ranks alike: its schedule goes on from
         here, corrected so that it is ``value`` now. Of several groups ``value`` is the first
-        one's, and the others move with it.
+        one's, and the others move with it. Of a learning rate it ends a search that is under way,
+        which would move this value again; before the first step it is what the search begins with.
 
         Example::
 
@@ -294,8 +295,11 @@ class Ensemble:
                 leads from the schedule's value to this one, because one of them is 0.
         """
         self._cycles.check_at_rest("set_value")
-        self._schedule.named(name).set(float(value))
+        knob = self._schedule.named(name)
+        knob.set(float(value))
         self._schedule.write()
+        if self.search is not None and knob.spec.rate:
+            self.search.give_up("set_value() has set the rate")
 
     def guard(self, phase: str = "training step") -> AbstractContextManager[None]:
         """Around a training loop: a collective of the loop's own that fails (DDP's, in a backward
@@ -461,7 +465,6 @@ class Ensemble:
             loaded(self.search, searched),
         ):
             yield
-        self._engine.restart()
         if self.search is not None:
             self.search.close()
         self._schedule.write()

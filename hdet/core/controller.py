@@ -116,7 +116,8 @@ class Controller:
             part.observe(evidence)
 
     def restart(self) -> None:
-        """Other weights are in place: a checkpoint was loaded, or a cycle rolled back."""
+        """Other weights are in place: a checkpoint was loaded, a cycle rolled back, or a search has
+        begun again with the first ones."""
         for part in self.parts.values():
             part.restart()
 

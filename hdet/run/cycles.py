@@ -157,6 +157,7 @@ class Cycles:
             self.parameters.note_restore()
         self.note_average()
         self.engine.level = None
+        self.engine.restart()
         self.reset_losses()
 
     def note_load(self) -> None:
@@ -297,16 +298,17 @@ class Cycles:
     ) -> CycleOutcome:
         """The controller's decisions."""
         engine, schedule = self.engine, self.schedule
-        engine.accept(verdict.level, self.replicas.count - len(verdict.healthy))
         voting = {
             name: [row if vote else None for row, vote in zip(rows, stats.votes, strict=True)]
             for name, rows in measured.items()
         }
         schedule.write()  # the base values of the next step
-        return engine.close(
+        outcome = engine.close(
             stats.losses, voting, step=schedule.step, local=self._is_local,
             is_search_over=self.search is None or self.search.done,
         )  # fmt: skip
+        engine.accept(verdict.level, self.replicas.count - len(verdict.healthy))
+        return outcome
 
     def _all_diverged(self, why: str) -> ReplicasDiverged:
         return ReplicasDiverged(

@@ -129,7 +129,7 @@ class AutoLR:
         self._seconds, self._num_bytes = 0.0, 0  # of this rank: no settings, which ranks compare
         self.done = False
         self.report_only = report_only
-        self._repeats = 0
+        self._repeats, self._given_up = 0, ""
         self._run: Any = None  # a `Searched`, from `attach` on
         self._begun: Beginning | None = None
         self._steps: TrialSteps | OwnSteps | None = None
@@ -196,7 +196,9 @@ class AutoLR:
             return None  # the search begins with the first step that has a rate
         run: Searched = self._run
         trial = Trial(run.rate, (Arm(run.rate),))
-        if self._steps or not run.find_doubt():
+        if self._given_up:
+            run.replicas.meet("a search that was given up")  # else others would wait for an arm
+        elif self._steps or not run.find_doubt():
             self._steps = self._steps or self._make_steps(self._begun, closure)
             measured = self._steps.after_step(closure, loss)
             if measured is None:
@@ -204,7 +206,8 @@ class AutoLR:
             trial, steps = measured, self._steps
             self.cost, self._seconds = self.cost + steps.cost, self._seconds + steps.seconds
             self._num_bytes = max(self._num_bytes, steps.num_bytes)
-        factor = self._decide(replace(trial, given_up=run.find_doubt() or trial.given_up))
+        given_up = self._given_up or run.find_doubt() or trial.given_up
+        factor = self._decide(replace(trial, given_up=given_up))
         self._has_restarted = factor < 1
         if factor < 1:
             run.restore(self._begun.weights)
@@ -253,6 +256,11 @@ class AutoLR:
         restarts = f"; the run begins again with its first weights{self._advice}"
         return line + restarts * self._has_restarted
 
+    def give_up(self, why: str) -> None:
+        """End a search that is under way with the next step; it moves nothing."""
+        if not self.done and (self._begun is not None or self._repeats):
+            self._given_up = why
+
     def note_restart(self) -> None:
         """The first weights are in place again."""
         if self.framework is not None:
@@ -274,6 +282,7 @@ class AutoLR:
         if self._begun is not None:
             self._begun.close()
         self._steps = self._begun = None
+        self._given_up = ""
 
     @property
     def _budget(self) -> Budget:
