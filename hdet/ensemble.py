@@ -137,7 +137,7 @@ class Ensemble:
                     run.schedule.find_doubt,
                 ))  # fmt: skip
                 search.done = search.done or not run.engine.is_searching
-                attached.callback(search.close)
+                attached.callback(search.detach)
             self._attached = attached.pop_all()
 
     # -- the loop ----------------------------------------------------------------------------------

@@ -284,6 +284,15 @@ class AutoLR:
         self._steps = self._begun = None
         self._given_up = ""
 
+    def detach(self) -> None:
+        """The run has ended. If nothing of it was measured, this is free for another one."""
+        has_measured = (
+            self._begun or self.interval or (self.best_weights and self.best_weights.steps)
+        )
+        self.close()
+        if not has_measured:
+            self._run, self.done = None, False
+
     @property
     def _budget(self) -> Budget:
         return Budget(self.budget, self.total_steps)

@@ -172,6 +172,7 @@ BEGINS: dict[str, tuple[Any, Any]] = {
     "an Ensemble": ({"seed": 0.5}, ()),
     "a state": ({}, [{}, {}]),
     "a search": ({"search": hdet.AutoLR(MODEL), "seed": 0.5, "total_steps": 9000}, ()),
+    "a search's state": ({"search": hdet.AutoLR(MODEL), "total_steps": 9000}, [{}]),
 }
 
 
