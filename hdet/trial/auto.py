@@ -196,8 +196,8 @@ class AutoLR:
             return None  # the search begins with the first step that has a rate
         run: Searched = self._run
         trial = Trial(run.rate, (Arm(run.rate),))
-        if self._given_up:
-            run.replicas.meet("a search that was given up")  # else others would wait for an arm
+        if self._given_up and isinstance(self._steps, TrialSteps):
+            run.replicas.meet("a trial that was given up")  # by all ranks, or others would wait
         elif self._steps or not run.find_doubt():
             self._steps = self._steps or self._make_steps(self._begun, closure)
             measured = self._steps.after_step(closure, loss)
@@ -257,7 +257,7 @@ class AutoLR:
         return line + restarts * self._has_restarted
 
     def give_up(self, why: str) -> None:
-        """End a search that is under way with the next step; it moves nothing."""
+        """Let a search that is under way move nothing. A trial ends with the next step."""
         if not self.done and (self._begun is not None or self._repeats):
             self._given_up = why
 
