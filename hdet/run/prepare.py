@@ -72,8 +72,8 @@ def _with_engine(run: Setup) -> Setup:
     for message in rules.doubts(run):
         warn(message)
     check_disjoint(run.knobs, tensors=run.moves_values or engine.explores)
+    engine.is_searching = searches and engine.step == 0  # else the first steps are over
     if engine.step:
         engine.restart()
-    engine.is_searching = searches and engine.step == 0  # else the first steps are over
     engine.multipliers()  # refuses a plan of another run
     return replace(run, engine=engine, facts=facts)

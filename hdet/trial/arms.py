@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..knobs.cells import content, put
-from ..optim.snapshot import Snapshot
+from ..optim.snapshot import Snapshot, attach_hook
 from ..replicas.agreement import reachable
 from ..replicas.process_groups import own_group
 from ..tensors.dtensor import gradient_norm, local_parts
@@ -40,7 +40,7 @@ class Beginning:
         self._run, self._steps = run, 0
         self._have_begun: Any = False  # perhaps a tensor on the device
         self._idle: Any = 0.0
-        self.close = run.optimizer.register_step_post_hook(self.note_gradients).remove
+        self.close = attach_hook(run.optimizer.register_step_post_hook, self.note_gradients)
         self.weights, self.displacement = run.take_snapshot(place), Displacement(run.weights)
 
     def note_gradients(self, *_: Any) -> None:
@@ -76,7 +76,7 @@ class Arms:
         run: Searched,
         begun: Beginning,
         in_place: InPlace,
-        before_step: Callable[[], object] | None,
+        before_step: Callable[[], object],
         scaler: Any,
         place: str,
         communication: Communication | None = None,
@@ -156,8 +156,7 @@ class Arms:
             if self._unscale(gradients) and gradients:
                 self.begun.note_gradients()
                 with self._watch():
-                    if self._before_step is not None:
-                        self._before_step()
+                    self._before_step()
                     with _rates_in_force(run, factor), run.aside():
                         self._step(arm, closure)
         run.clear_gradients()

@@ -70,7 +70,12 @@ class Trained:
         auto = ensembles[0].search if ensembles else None
         if auto is not None and auto.interval is not None:
             arms = [arm.losses for arm in auto.interval.trial.arms]
-            self.looked = (ensembles[0].corrections["lr"], auto.cost, arms, auto.scaler is not None)
+            self.looked = (
+                ensembles[0].corrections["lr"],
+                auto.cost,
+                arms,
+                auto.scaler_in_use is not None,
+            )
         return self
 
 

@@ -52,6 +52,23 @@ def test_a_rate_that_is_far_off_moves_into_the_interval_and_a_good_one_stays(
     assert same(run.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"])
 
 
+@pytest.mark.parametrize("closure", [True, False])
+def test_a_rate_that_is_set_in_the_middle_of_a_search_stays(closure: bool) -> None:
+    """And ends the search; one that is set before is where it begins."""
+    runs = [auto_run(1e-5, closure=closure, controlled=on) for on in (True, False)]
+    for run in runs:
+        run.ensemble.set_value("lr", 0.5 * run.rate)
+        run.steps(10).ensemble.set_value("lr", 3 * run.rate)
+        run.steps(100)
+    run, plain = runs
+    assert run.search.done and run.ensemble.corrections["lr"] == pytest.approx(1.5, rel=1e-6)
+    assert torch.equal(run.weights(), plain.weights())
+    assert any("stays (set_value() has set the rate)" in note for note in run.notes())
+    early = auto_run(1e-5, closure=False)
+    early.ensemble.set_value("lr", 0.5 * early.rate)
+    assert searched(early).ensemble.corrections["lr"] > 50
+
+
 class Taught(nn.Module):
     """A student, and a teacher that is a mean of its weights."""
 
