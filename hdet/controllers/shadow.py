@@ -46,7 +46,7 @@ class Shadow(Controller):
         return True  # it moves nothing
 
     def plan(self) -> Plan:
-        return replace(self.controller.plan(), spread=True)
+        return Plan(measures=self.controller.plan().measures)
 
     def learn(self, evidence: Evidence) -> list[Decision]:
         self.decisions = self.controller.learn(evidence)
