@@ -48,6 +48,11 @@ class Explored:
             Elsewhere, and once the base value has moved, their ratios to it stay.
         multipliers: the same as multiples of the base value.
         ratio: above 1: multipliers are even in the logarithm, from 1 / ratio to ratio.
+
+    Example::
+
+        knobs = [hdet.LearningRate(ratio=5)]
+        ensemble = hdet.Ensemble(optimizer, scheduler, knobs=knobs)
     """
 
     values: Sequence[float] | None = None
