@@ -32,7 +32,7 @@ def expected(record: dict[str, Any]) -> dict[str, float]:
     for key in ("values", "scheduled", "corrections"):
         found[f"hdet/{key}/lr"] = record[key]["lr"]
     alone = ("cycle", "rolled_back", "rollbacks", "diverged_total", "converge_ms", "probe_ms")
-    alone += ("trial_steps",)
+    alone += ("trial_steps", "trial_ms")
     found |= {f"hdet/{key}": record[key] for key in alone}
     return {**found, "hdet/left_out": 0, "hdet/searching": 0}
 
