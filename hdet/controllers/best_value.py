@@ -77,7 +77,8 @@ class BestValueController(NearPeak):
 
     def start(self, run: Run) -> None:
         super().start(run)
-        self._knob_specs, self._replicas = run.knobs, run.replicas
+        self._names, self._replicas = [knob.name for knob in run.knobs], run.replicas
+        self._scales = [knob.scale for knob in run.knobs]
         grids = [knob.grid for knob in run.knobs]
         self._spreads = [grid.spread or self.spread * grid.explores for grid in grids]
         self._chooses = [grid.explores and not grid.spread for grid in grids]
@@ -90,26 +91,21 @@ class BestValueController(NearPeak):
     def report(self) -> str:
         if self.idle:
             return "rests: replicas train alike, and values stay where they are"
-        chosen = "half of the replicas" if self.has_chosen else "of the values that replicas try"
-        return (
-            f"a value moves to the better {chosen} after {self.cycles} cycles near the schedule's "
-            "peak"
-        )
+        tried = "better half of the replicas" if self.has_chosen else "best that replicas try"
+        return f"a value moves to the {tried} in {self.cycles} cycles near the schedule's peak"
 
     def plan(self) -> Plan:
         if self.idle or not self.has_chosen:
             return super().plan()
-        half, rest = divmod(self._replicas, 2)
+        count = self._replicas
+        half, rest = divmod(count, 2)
         signs = [-1] * half + [0] * rest + [1] * half
         return Plan(
             multipliers=[
-                [1 + spread * signs[place] for place in self._places(knob.name)]
-                for knob, spread in zip(self._knob_specs, self._spreads, strict=True)
+                [1 + spread * signs[place] for place in assignment(0, self.cycle, name, count)]
+                for name, spread in zip(self._names, self._spreads, strict=True)
             ]
         )
-
-    def _places(self, name: str) -> list[int]:
-        return assignment(0, self.cycle, name, self._replicas)
 
     def decide(self, evidence: Evidence) -> list[Decision]:
         nothing = [Decision()] * len(evidence.knobs)
@@ -133,7 +129,7 @@ class BestValueController(NearPeak):
     def _decide(self, k: int, best: float | None, evidence: Evidence) -> Decision:
         if best is None:
             return Decision()
-        scale, base = self._knob_specs[k].scale, evidence.values[k]
+        scale, base = self._scales[k], evidence.values[k]
         value = scale.fanned(base, best)
         others = "than the other values" if best == 1 else f"than {base:.4g}"
         note = f"{value:.4g} was better {others} in {self.cycles} cycles"

@@ -90,6 +90,10 @@ def test_a_value_with_a_loss_that_is_missing_never_wins(lost: float | None) -> N
     run.cycles(4, lambda value: next(losses) if value == 5 else 1 + bowl(0.5)(value))  # type: ignore[operator]
     assert run.base == 0.5
     run = Made()
+    for value in GIVEN.listed:  # each in another cycle
+        run.cycle(lambda tried: lost if tried == value else bowl(5.0)(tried))  # noqa: B023
+    assert run.base == 1.0
+    run = Made()
     run.cycles(8, lambda value: lost)
     assert run.base == 1.0 and not run.controller.has_chosen
     run.cycles(4, bowl(0.5))
