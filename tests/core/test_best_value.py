@@ -119,13 +119,14 @@ def test_noise_of_the_data_is_averaged_out() -> None:
     assert found.count(5.0) > 75
 
 
+@pytest.mark.parametrize("best", [0.3, 0.4, 0.5])
 @pytest.mark.parametrize("kind", ["log", "linear", "horizon"])
-def test_the_base_value_becomes_the_replicas_on_each_scale(kind: str) -> None:
-    scale = Scale(kind, 0.2 if kind == "linear" else 1.0)
-    value = Value("k", Grid(values=[0.3, 0.4, 0.5]), scale, scheduled=[0.4])
-    for best in (0.3, 0.4, 0.5):
-        [rho] = [rho for rho in value.points(3) if scale.fanned(0.4, rho) == pytest.approx(best)]
-        assert scale.corrected(0.4, scale.factor_to(rho)) == pytest.approx(best)
+def test_the_base_value_becomes_the_replicas_on_each_scale(kind: str, best: float) -> None:
+    run = Made([Grid(values=[0.3, 0.4, 0.5])], scale=Scale(kind, 0.2), count=3)
+    run.engine.values[0].follow([0.4])
+    for _ in range(4):
+        run.cycle(lambda value: abs(value - best), scheduled=[0.4])
+    assert run.base == pytest.approx(best)
 
 
 def test_a_knob_with_a_spread_keeps_it_and_waits_for_the_one_that_chooses() -> None:
