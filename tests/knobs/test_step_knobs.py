@@ -123,8 +123,8 @@ def rate_in_step(optimizer: Any) -> float:
 def test_a_replica_steps_at_one_of_the_values_that_are_given(kind: Any, index: int) -> None:
     """At the peak of its schedule, which begins elsewhere; and at their ratio to it before."""
     net = Net()
-    optimizer = adamw(net, kind, lr=0.01)
-    values, lambdas = [0.01, 0.005, 0.001, 0.05], [lambda step: min(step + 1, 4) / 4] * 2
+    optimizer = adamw(net, kind, lr=0.005)
+    values, lambdas = [0.01, 0.005, 0.001, 0.05], [lambda step: min(step + 1, 4) / 2] * 2
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambdas)
     knob = hdet.LearningRate(values=values, groups=["first"])
     run = ensemble(
