@@ -329,6 +329,9 @@ class Ensemble:
             self._schedule.simulate(self.optimizer, schedulers)
         except ValueError as error:
             self._schedule.doubt = str(error)
+        if any(knob.grid.values for knob in self.knobs) and not self.has_begun:
+            self._engine.restart()  # they are tried as multiples of the peak
+            self._cycles.begin()
 
     def report_to(
         self, tell: Callable[[str], object], log: Callable[[CycleRecord, int], object] | None = None

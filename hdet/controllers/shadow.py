@@ -47,7 +47,7 @@ class Shadow(Controller):
 
     def plan(self) -> Plan:
         plan = self.controller.plan()
-        return replace(plan, spread=True) if isinstance(plan, Plan) else plan
+        return Plan(measures=plan.measures) if isinstance(plan, Plan) else plan
 
     def learn(self, evidence: Evidence) -> list[Decision]:
         self.decisions = self.controller.learn(evidence)

@@ -143,7 +143,7 @@ class Engine:
         """Can replicas differ in the running cycle?"""
         if self.plan.multipliers is not None:
             return any(len(set(row)) > 1 for row in self.multipliers())
-        spreads = self.plan.spread and any(knob.spread > 0 for knob in self.knobs)
+        spreads = self.plan.spread and any(knob.grid.explores for knob in self.knobs)
         return self.replicas > 1 and spreads
 
     def multipliers(self) -> list[list[float]]:
@@ -154,8 +154,7 @@ class Engine:
         if self.plan.multipliers is not None:
             self._table = [list(row) for row in self.plan.multipliers]
         elif self.explores:
-            spreads = [(knob.name, knob.spread) for knob in self.knobs]
-            self._table = table_of(self.design, self.seed, self.cycle, spreads, self.replicas)
+            self._table = table_of(self.design, self.seed, self.cycle, self.values, self.replicas)
         else:
             self._table = [[1.0] * self.replicas for _ in self.knobs]
         return self._table

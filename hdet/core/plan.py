@@ -16,7 +16,7 @@ class Plan:
     """One cycle. ``Plan()`` is the published method's."""
 
     spread: bool = True
-    """Do replicas differ by their knobs' spreads? If not, all train at base values."""
+    """Do replicas differ by their knobs' grids? If not, all train at base values."""
     measures: Sequence[str] = ()
     """Names of the controller's measurements that run in this cycle."""
     multipliers: Sequence[Sequence[float]] | None = None

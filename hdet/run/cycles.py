@@ -264,7 +264,7 @@ class Cycles:
         forward = [knob for knob in self.schedule.knobs if knob.meaning.acts == "forward"]
         if self.has_explored or not self.engine.explores:
             return
-        if any(knob.spread > 0 for knob in forward):
+        if any(knob.grid.explores for knob in forward):
             note = (
                 f"the replicas did not differ in {', '.join(knob.name for knob in forward)}: run "
                 "forward, backward and clipping inside `with ensemble.explore():`"

@@ -45,8 +45,10 @@ def prepare(given: Setup) -> Setup:
     if run.total_steps is not None:
         whole(run.total_steps, "total_steps", of="steps")
     schedule = Schedule(run.scheduler, run.knobs, run.total_steps)
-    if run.moves_values and run.scheduler is not None:
+    needs_peaks = run.moves_values or any(knob.grid.values for knob in run.knobs)
+    if needs_peaks and run.scheduler is not None:
         schedule.simulate(optimizer, [(run.scheduler, 1)])
+    refuse(rules.wrong_grids(run))
     schedule.doubt = find_lost_state(optimizer, run.scheduler, run.search is not None)
     length = schedule.total_steps
     if given.sync is None and length and run.search is not None and run.controller is None:

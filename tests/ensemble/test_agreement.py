@@ -141,7 +141,7 @@ CASES: Cases = {
     "shapes": ("parameters[0].shape[0]", lambda _, odd: of_size(3 + odd)),
     "version": ("the version of hdet", lambda *_: plain()),
     "knobs": by_setting(
-        "knobs.lr.spread", lambda odd: [hdet.LearningRate(0.1 + 0.1 * odd)], "knobs"
+        "knobs.lr.grid.spread", lambda odd: [hdet.LearningRate(0.1 + 0.1 * odd)], "knobs"
     ),
 }  # fmt: skip
 ALIKE: Cases = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -105,6 +106,18 @@ def test_what_each_knob_says_of_itself(name: str) -> None:
 def test_every_knob_is_in_the_table() -> None:
     listed = {type(make(Net())).__name__ for make, _ in KNOBS.values()}
     assert {*of_model.__all__, *of_optimizer.__all__} <= listed
+
+
+@pytest.mark.parametrize("name", [name for name in KNOBS if "silent" not in name])
+def test_every_knob_takes_another_grid(name: str) -> None:
+    _, knob, settings = knob_of(name)
+    given = {"values": [0.1, 0.2], "multipliers": [1.0, 2.0], "ratio": 2.0}
+    for grid, value in given.items():
+        for bound in replace(knob, **{grid: value}).bind(settings["optimizer"]):
+            assert getattr(bound.grid, grid) in (value, tuple(given["values"]), (1.0, 2.0))
+            assert bound.grid.spread == 0
+    with pytest.raises(ValueError, match="grids of one knob"):
+        replace(knob, spread=0.01, ratio=2.0).bind(settings["optimizer"])
 
 
 @said_by(VALID, absent=True)
@@ -254,6 +267,13 @@ def test_the_drop_in_keeps_permutations() -> None:
     (lambda: X(value=1.0, bounds=(2.0, 1.0)), "low < high"),
     (lambda: X(value=1.0, bounds=3.0), "bounds must be"),
     (lambda: X(value=1.0, spread=1.0), "spread must be a number"),
+    (lambda: LearningRate(values=[1e-3]), r"values must be a list .* got \[0.001\]"),
+    (lambda: LearningRate(values=1e-3), "values must be a list .* got 0.001"),
+    (lambda: Dropout(Net(), values=[0.1, 0.1]), "two of them different"),
+    (lambda: eps(multipliers=[1.0, 0.0]), "multipliers must be a list of positive numbers"),
+    (lambda: ClipNorm(ratio=1.0), r"ratio must be a number in \(1, inf\), got 1.0"),
+    (lambda: LearningRate(0.2, ratio=5), "spread=0.2, ratio=5 are 2 grids of one knob"),
+    (lambda: Betas(values=[0.9, 0.8], multipliers=[1, 2]), "are 2 grids of one knob"),
     (lambda: WeightDecay(product=True, bounds=(0.0, 1.0)), "bounds is .* with product=True"),
     (lambda: Betas(which=[2]), "which must list 0"),
     (lambda: GroupValue("lr"), "use hdet.LearningRate"),
@@ -312,6 +332,30 @@ def test_an_optimizer_without_the_hyperparameter_is_named(knob: Any, message: st
     net = Net()
     with pytest.raises(ValueError, match=message):
         ensemble(net, [knob], optimizer=torch.optim.SGD(net.parameters(), 0.1, 0.5))
+
+
+RATE = partial(LearningRate, groups=["first"])
+LOW, ODD = RATE(values=[0.01, 0.02]), RATE(values=[0.01, 0.02, 0.03])
+
+
+@pytest.mark.parametrize(("knob", "settings", "message"), [
+    (ODD, {}, "'lr/first' has 3 values or multipliers for 8 replicas: each .* a divisor of 8, or"),
+    (ODD, {"count": 1}, "for 1 replica: .* start a multiple of 3 replicas"),
+    (LearningRate(values=[0.01, 0.02]), {}, "stands at 0.01, 0.02 in .*multipliers=.*'each'"),
+    (RATE(values=[0.01, 0]), {}, r"values \[0.01, 0\], and 0 cannot be reached from .* 0.01"),
+    (RATE(values=[0.01, 0.02], bounds=(0.0, 0.015)), {}, "0.02 cannot be .*within bounds"),
+    (X(value=0.1, scale="linear", unit=0.1, values=[0.0, 0.1]), LOCAL, "a unit below the base"),
+    (LOW, {"search": True}, "a search will move its base value.*multipliers="),
+    (LOW, {"design": "orthogonal"}, "'orthogonal', which knows spreads only: give 'lr/first' a sp"),
+    (RATE(ratio=2), {"converge": hdet.converge.ExactLocal(), **LOCAL}, "'lr/first' needs a spread"),
+    (LOW, {"controller": True}, "'ProbeController' takes the slope .* use BestValueController"),
+])  # fmt: skip
+def test_grids_that_do_not_fit_the_run(knob: Any, settings: Any, message: str) -> None:
+    net = Net()
+    made = {"search": hdet.AutoLR, "controller": probe_of}
+    given = {key: made[key](net) if key in made else value for key, value in settings.items()}
+    with pytest.raises(ValueError, match=message):
+        ensemble(net, [knob], **given)
 
 
 def test_a_decay_that_leaves_the_schedule_is_for_rates() -> None:

@@ -119,6 +119,40 @@ def rate_in_step(optimizer: Any) -> float:
 
 
 @both
+@pytest.mark.parametrize("index", range(4))
+def test_a_replica_steps_at_one_of_the_values_that_are_given(kind: Any, index: int) -> None:
+    """At the peak of its schedule, which begins elsewhere; and at their ratio to it before."""
+    net = Net()
+    optimizer = adamw(net, kind, lr=0.005)
+    values, lambdas = [0.01, 0.005, 0.001, 0.05], [lambda step: min(step + 1, 4) / 2] * 2
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambdas)
+    knob = hdet.LearningRate(values=values, groups=["first"])
+    run = ensemble(
+        net, [knob], optimizer=optimizer, scheduler=scheduler, index=index, count=4, total_steps=9
+    )
+    used = []
+    for _ in range(4):
+        used.append(step(net, optimizer, rate_in_step))
+        run.step(1.0)
+    assert used[3] == pytest.approx(0.01 * run.multipliers["lr/first"])
+    assert any(used[3] == pytest.approx(value) for value in values)
+    assert used == pytest.approx([used[3] * part for part in (0.25, 0.5, 0.75, 1.0)])
+    assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+def test_values_are_those_of_a_peak_that_a_framework_tells_of() -> None:
+    """It steps the scheduler itself, and the Ensemble knows of it only when it is made."""
+    net = Net()
+    optimizer, values = torch.optim.SGD(net.parameters(), lr=0.01), [0.04, 0.08]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step + 1, 4))
+    knob = hdet.LearningRate(values=values)
+    run = ensemble(net, [knob], optimizer=optimizer, count=2, total_steps=9)
+    run.simulate([(scheduler, 1)])
+    used = step(net, optimizer, rate_in_step)
+    assert any(used == pytest.approx(value / 4) for value in values)
+
+
+@both
 @pytest.mark.parametrize(("rho", "factor", "base", "used"), [
     (1.5, 1.0, 0.01, 0.012), (0.5, 1.0, 0.01, 0.005), (0.5, 0.1, 0.004, 0.004),
     (1.5, 9.0, 0.012, 0.012),
