@@ -27,9 +27,10 @@ from hdet.optim import (
     matrices,
     newton_schulz,
 )
+from hdet.testing.rules import assert_equal, copies
 from tests.harness import Run, model
 
-from .common import MUON_SETTINGS, assert_close, assert_equal, copies
+from .common import MUON_SETTINGS, assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:no parameter's name says")
 
