@@ -159,15 +159,6 @@ def test_betas_stay_below_one_whatever_the_correction(correction: float, beta2: 
     assert run.optimizer.param_groups[0]["betas"] == (0.9, beta2)
 
 
-def test_clipping_inside_a_fused_step_takes_the_replicas_norm() -> None:
-    net = Net()
-    optimizer = adamw(net, hdet.FusedAdamW, max_grad_norm=0.5)
-    run = ensemble(net, [hdet.ClipNorm(spread=0.4)], optimizer=optimizer, moments="reset")
-    used = step(net, optimizer, lambda opt: opt.max_grad_norm)
-    assert used == 0.5 * run.multipliers["clip_norm"] != 0.5
-    assert optimizer.max_grad_norm == run.value("clip_norm") == 0.5
-
-
 def test_any_number_of_the_groups_is_a_knob() -> None:
     """A memory of 2 steps becomes one of 2.5 inside of the step; another number is multiplied."""
     net = Net()
