@@ -74,7 +74,7 @@ class RuleContract:
                 m.lerp_(g, 1 - beta2)
     """
 
-    optimizer: type[FusedOptimizer]
+    optimizer: Any
     groups: Sequence[dict[str, Any]] = ({}, {}, {})
     update: Update | None = None
     tolerance = 1e-6
@@ -110,8 +110,9 @@ class RuleContract:
                 other.grad = one.grad.double()  # type: ignore[union-attr]
             reference.step()
         for one, other in zip(ours, theirs, strict=True):
-            close = {"rtol": self.tolerance, "atol": self.tolerance}
-            torch.testing.assert_close(one.detach().double(), other.detach(), **close)
+            torch.testing.assert_close(
+                one.detach().double(), other.detach(), rtol=self.tolerance, atol=self.tolerance
+            )
             for name in RULES[self.optimizer.rule].moments:
                 kept = optimizer.state[one].get(name)
                 if kept is not None:
