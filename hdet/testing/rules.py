@@ -58,6 +58,7 @@ class RuleContract:
             the t-th step does (from 1) after decoupled decay, in float64. None: not compared.
         tolerance: of parameters of scale 1 after 30 steps.
         stored: of `STORED`, how parameters and moments are kept.
+        backends: those that run here.
 
     Example::
 
@@ -79,13 +80,14 @@ class RuleContract:
     update: Update | None = None
     tolerance = 1e-6
     stored: Iterable[str] = STORED
+    backends: Sequence[Any] = BACKENDS
 
     @pytest.fixture(autouse=True)
     def _let_small_tensors_have_codes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(moment_storage, "SMALLEST", 500)  # as the matrix has
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        for name, values in (("backend", BACKENDS), ("stored", self.stored)):
+        for name, values in (("backend", self.backends), ("stored", self.stored)):
             if name in metafunc.fixturenames:
                 metafunc.parametrize(name, values)
 

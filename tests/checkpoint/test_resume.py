@@ -3,6 +3,7 @@ scheduled, moves or steps."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,7 @@ from ..adversary.common import bits
 from ..distributed import run_ranks
 from ..harness import Run, Scripted, TwoReplicas, probe
 from ..knobs.helpers import Given
-from ..trial.common import auto_run, searched
+from ..trial.common import WITHOUT, auto_run, not_numbers, searched
 from . import helpers
 
 Make = Callable[..., Any]
@@ -78,6 +79,7 @@ SCHEDULERS: dict[str, Any] = {
     ),
 }
 FREE = {"optimizer": helpers.schedule_free, "scheduler": None}
+FREELY = {"of": {"budget": 0}}
 MOVED = [hdet.LearningRate(0.3), hdet.WeightDecay(0.4, product=True), hdet.Betas(0.2)]
 ALONE: dict[str, dict[str, Any]] = {
     **{f"controller {name}": {"controller": of} for name, of in CONTROLLERS.items()},
@@ -127,8 +129,10 @@ def test_whatever_a_run_is_made_of_it_goes_on_as_it_would_have(
         assert facts(run.steps(steps)) == facts(other.steps(steps))
 
 
-@pytest.mark.parametrize("settings", [{}, {"of": {"budget": 0}}], ids=["trial", "first steps"])
-@pytest.mark.parametrize("lr", [1e-3, 1e-6])
+@pytest.mark.parametrize(
+    ("lr", "settings"),
+    [(1e-3, {}), (30.0, {}), (1e-6, WITHOUT), (1e-3, {"data": not_numbers}), (1e-6, FREELY)],
+)
 def test_after_a_search_too(lr: float, settings: Any, tmp_path) -> None:
     make = lambda: auto_run(lr, every=1000, **settings)
     run, other = searched(make()), make()
@@ -136,4 +140,7 @@ def test_after_a_search_too(lr: float, settings: Any, tmp_path) -> None:
         warnings.simplefilter("error")
         checkpoint.save(tmp_path, checkpoint.RunState(run.net, run.ensemble), run.index)
         other.index = checkpoint.load(tmp_path, checkpoint.RunState(other.net, other.ensemble))
-    assert facts(run.steps(5)) == facts(other.steps(5))
+    before = re.sub(r", [\d.]+ s, .* of copies", "", run.ensemble.report())
+    assert other.ensemble.report() == before.partition("\nthe median")[0]
+    for steps in (0, 5):
+        assert facts(run.steps(steps)) == facts(other.steps(steps))

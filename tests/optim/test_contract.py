@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import hdet
 from hdet.testing import RuleContract
+from hdet.testing.rules import BACKENDS, device_of
 
 from .common import BY_NAME, FREE, MUON, OURS, Rule, groups, names
 
@@ -20,6 +21,10 @@ class TestEach(RuleContract):
     """`rule.peer` is the reference."""
 
     rule: Rule
+    backends = tuple(
+        pytest.param(name, marks=pytest.mark.gpu if device_of(name) == "cuda" else ())
+        for name in BACKENDS
+    )
 
     @pytest.fixture(autouse=True, params=OURS, ids=names)
     def _take(self, request: pytest.FixtureRequest) -> None:

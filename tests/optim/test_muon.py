@@ -78,12 +78,6 @@ def states(optimizer: FusedMuon, params: Sequence[Tensor]) -> list[dict[str, Any
     return [optimizer.state.get(param, {}) for param in params]
 
 
-def assert_same_states(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[key], other[key]) for key in one if key[:7] != "replica")
-
-
 # -- the twin --------------------------------------------------------------------------------------
 
 
