@@ -40,7 +40,7 @@ $(BIN)/hdet.stamp: $(BIN)/torch.stamp $(BUILT_FROM)
 
 demo: $(BIN)/hdet.stamp
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 -m examples.bytes \
-	    --compare --controller auto --out runs/demo --overwrite
+	    --compare --out runs/demo --overwrite
 	$(BIN)/hdet report runs/demo --html runs/demo/report.html
 
 # Three processes for two cores, as some wait for a compiler or for ranks that they have started; a

@@ -170,7 +170,8 @@ class CMakeBuild(build_ext):
             )
         if build is None:
             raise SystemExit(_FAILED.format("cmake could not configure"))
-        jobs = [f"-j{self.parallel}"] if self.parallel else []
+        most = self.parallel or os.environ.get("MAX_JOBS")
+        jobs = [f"-j{most}"] if most else []
         if _run(find_tool("cmake"), "--build", build, *jobs) != 0:
             raise SystemExit(_FAILED.format("the native module did not build"))
         target = Path(self.get_ext_fullpath(ext.name)).resolve()

@@ -68,7 +68,8 @@ def main() -> None:
 def run(config: dict[str, Any], path: str) -> dict[str, Any]:
     """Train once; returns (and appends to ``path``) the end of the run with the settings and where
     the rate went."""
-    given = [f"--{k.replace('_', '-')}={v}" for k, v in config.items() if v is not None]
+    words = {"method" if name == "controller" else name: value for name, value in config.items()}
+    given = [f"--{k.replace('_', '-')}={v}" for k, v in words.items() if v is not None]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "run")
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={REPLICAS}"]

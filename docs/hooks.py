@@ -8,8 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.exceptions import PluginError
-
 from docs.messages import listed
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +21,10 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = readme.replace("](docs/", "](")
+    readme = readme.replace("](CONTRIBUTING.md)", "](design.md)")
+    markdown = markdown.replace("<!-- README -->", readme)
     return markdown.replace("<!-- messages -->", listed())
 
 
@@ -34,31 +36,3 @@ def on_page_content(html: str, **kwargs: Any) -> str:
         re.sub(r"(?<=\d) (?=\d{3}\b|%)", "\u00a0", part) for part in parts[::2]
     ]
     return "".join(parts)
-
-
-def on_post_build(config: Any) -> None:
-    """Raises PluginError for a link of README.md whose file, page or anchor is not there."""
-    site, broken = Path(config["site_dir"]), []
-    for target in re.findall(
-        r"\]\((?!https?:)([^)]+)\)",
-        (ROOT / "README.md").read_text(encoding="utf-8"),
-    ):
-        path, _, anchor = target.partition("#")
-        page = (
-            site / Path(path).relative_to("docs").with_suffix(".html")
-            if path.startswith("docs/") and path.endswith(".md")
-            else None
-        )
-        there = (ROOT / path).exists() and (page is None or page.exists())
-        if not there or (
-            anchor
-            and (
-                page is None
-                or f'id="{anchor}"' not in page.read_text(encoding="utf-8")
-            )
-        ):
-            broken.append(target)
-    if broken:
-        raise PluginError(
-            f"README.md links to what is not there: {', '.join(broken)}"
-        )

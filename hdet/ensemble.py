@@ -227,7 +227,8 @@ class Ensemble:
         if factor is None:
             return
         assert search.interval is not None
-        self._cycles.trial = search.interval.to_dict(), search.cost
+        spent = search.cost, 1e3 * search.seconds
+        self._cycles.trial = search.interval.to_dict(), *spent
         notes: list[str] = []
         if factor != 1:
             for knob in self._schedule.knobs:

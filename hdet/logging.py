@@ -63,6 +63,8 @@ class CycleRecord(TypedDict):
     """What an `AutoLR` has measured in it: `RateInterval.to_dict`."""
     trial_steps: float
     """What the trial has cost, in steps of the run."""
+    trial_ms: float
+    """Milliseconds of it."""
     searching: bool
     """Did an `AutoLR` search in it?"""
     notes: list[str]

@@ -25,7 +25,7 @@ SIZES = {
     "VALIDATION_WINDOWS": 2, "VALIDATION_BATCHES": 3, "SHORT_VALIDATION": 2, "LOG_EVERY": 3,
 }  # fmt: skip
 """A model that takes no time."""
-TIMES = {"probe_ms", "converge_ms", "seconds"}
+TIMES = {"probe_ms", "converge_ms", "trial_ms", "seconds"}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def are_same_runs(ours: Path, theirs: Path) -> bool:
     return records(ours) == records(theirs) and are_bitwise_same(*ends)
 
 
-STEPS = ["--controller", "softmax", "--steps", "100", "--sync-interval", "4", "--batch-size", "2"]
+STEPS = ["--method", "softmax", "--steps", "100", "--sync-interval", "4", "--batch-size", "2"]
 
 
 def trained(arguments: list[str]) -> None:
@@ -98,11 +98,11 @@ def test_a_comparison(compared: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 # A trial in steps 1 to 56, from a rate that is far too low.
-AUTO = ["--controller", "auto", "--steps", 200, "--budget", 0.99, "--max-lr", 1e-5]
+AUTO = ["--method", "auto", "--steps", 200, "--budget", 0.99, "--max-lr", 1e-5]
 KINDS: dict[str, list[object]] = {
-    "probe": ["--coresident", 2, "--steps", 40],
-    "softmax": ["--coresident", 2, "--steps", 40, "--controller", "softmax"],
-    "fixed": ["--steps", 40, "--controller", "fixed"],
+    "probe": ["--coresident", 2, "--steps", 40, "--method", "probe"],
+    "softmax": ["--coresident", 2, "--steps", 40, "--method", "softmax"],
+    "fixed": ["--steps", 40, "--method", "fixed"],
     "auto": AUTO,
 }
 

@@ -1,9 +1,9 @@
 """Trains a small GPT on the bytes of text files, with one replica in each process.
 
-    torchrun --standalone --nproc-per-node 4 -m examples.bytes --compare --controller auto
+    torchrun --standalone --nproc-per-node 4 -m examples.bytes --compare
 
 From the root of the repository. ``hdet report RUN`` draws what it writes. One process without
-torchrun is enough for ``--controller auto``, and for ``--coresident``.
+torchrun is enough for ``--method auto``, and for ``--coresident``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "python -m examples.bytes", None, __doc__, formatter_class=plain
     )
     add = parser.add_argument
-    add("--controller", choices=["probe", "auto", "softmax", "none", "fixed"], default="probe",
-        help="what moves the rate (default: probe); fixed: no hdet, plain training")  # fmt: skip
+    add("--method", choices=["both", "auto", "probe", "softmax", "none", "fixed"], default="both",
+        help="what moves the rate: AutoLR's search in the first steps, a probe of replicas that "
+             "differ, or (default) first one, then the other; fixed: plain training")  # fmt: skip
     add("--compare", action="store_true", help="train with the fixed schedule first")
     add("--out", type=Path, default=Path("runs/bytes"), help="folder (default: %(default)s)")
     add("--overwrite", action="store_true", help="replace the run that is there")
@@ -47,7 +48,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--data", help="folder of *.py, *.txt, *.md (default: this Python's library)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     options = parser.parse_args(arguments)
-    if options.compare and (options.resume or options.controller == "fixed"):
+    if options.compare and (options.resume or options.method == "fixed"):
         parser.error("--compare trains two new runs, of which one is fixed")
     if options.coresident and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         parser.error("--coresident is one process: start it without torchrun")
@@ -68,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
     for settings, folder in runs:
         if rank == 0:
             prepare_folder(folder, keep=options.resume)
-            print(f"{folder}: {settings.controller}, {settings.replicas} replicas", flush=True)
+            print(f"{folder}: {settings.method}, {settings.replicas} replicas", flush=True)
         run = Run(settings, folder, corpus, device)
         run.train(options.resume)
         if rank == 0:
@@ -90,7 +91,7 @@ def split_runs(options: argparse.Namespace, replicas: int) -> list[tuple[argpars
         delattr(settings, name)
     if not options.compare:
         return [(settings, options.out)]
-    fixed = argparse.Namespace(**{**vars(settings), "controller": "fixed"})
+    fixed = argparse.Namespace(**{**vars(settings), "method": "fixed"})
     return [(fixed, options.out / "fixed"), (settings, options.out / "hdet")]
 
 

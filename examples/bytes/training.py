@@ -32,7 +32,7 @@ class Run:
     """Model, optimizer, schedule and Ensemble of one run.
 
     Args:
-        settings: of `examples.bytes.__main__`, and ``replicas``, their number. With the controller
+        settings: of `examples.bytes.__main__`, and ``replicas``, their number. With the method
             ``fixed`` the run has no Ensemble: plain data-parallel training under the schedule.
         folder: for the history and the checkpoint, which rank 0 writes.
     """
@@ -58,7 +58,7 @@ class Run:
             cycle_momentum=False,
         )  # fmt: skip
         self.history: hdet.logging.History | None = None
-        self.ensemble = None if settings.controller == "fixed" else self._make_ensemble()
+        self.ensemble = None if settings.method == "fixed" else self._make_ensemble()
 
     # -- what hdet adds ----------------------------------------------------------------------------
 
@@ -77,23 +77,23 @@ class Run:
             controller=self._make_controller(),
             replicas=self.replicas,
             sync=hdet.Sync(settings.sync_interval),
-            warmup_steps=settings.steps // 10 if settings.controller == "softmax" else 0,
+            warmup_steps=settings.steps // 10 if settings.method == "softmax" else 0,
             total_steps=settings.steps,
             seed=settings.seed,
             log=self._record_cycle if self.rank == 0 else None,
         )
 
     def _make_search(self) -> hdet.AutoLR | None:
-        is_asked = self.settings.controller == "auto"
+        is_asked = self.settings.method in ("auto", "both")
         return hdet.AutoLR(self.forward, budget=self.settings.budget) if is_asked else None
 
     def _make_controller(self) -> hdet.Controller | None:
-        if self.settings.controller == "probe":
+        if self.settings.method in ("probe", "both"):
             return hdet.ProbeController(
                 self._probe_loss, self._probe_batches, chunks=PROBE_BATCHES, model=self.model,
                 average_every=5,
             )  # fmt: skip
-        softmax = self.settings.controller == "softmax"
+        softmax = self.settings.method == "softmax"
         return hdet.SoftmaxController(decay=None) if softmax else None  # the schedule decays
 
     def _probe_loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:

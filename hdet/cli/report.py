@@ -36,12 +36,11 @@ body {{ font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max
 h1 {{ font-size: 1.4rem; }}
 .found {{ font-size: 1.15rem; }}
 .charts {{ display: grid; gap: 1rem; }}
-@media (min-width: 60rem) {{ .charts {{ grid-template-columns: 1fr 1fr; }} }}
+.charts {{ grid-template-columns: repeat(auto-fit, minmax(min(22rem, 100%), 1fr)); }}
 img {{ width: 100%; }}
 table {{ border-collapse: collapse; margin: 1rem 0; }}
 th, td {{ border-bottom: 1px solid #ddd; padding: 0.2rem 0.7rem 0.2rem 0; text-align: left; }}
 td:first-child {{ min-width: 4rem; }}
-details img {{ max-width: 36rem; display: block; }}
 h1, p, li, .runs td:first-child {{ overflow-wrap: anywhere; }}
 </style>
 </head>
@@ -69,8 +68,7 @@ def run(options: argparse.Namespace) -> int:
             check_target(path, suffixes)
     runs = find_runs(options.runs)
     if options.out is not None:
-        trials, losses, rates = charts_of(runs)
-        picture = draw([*trials, losses, rates], options.out.suffix[1:].lower())
+        picture = draw(charts_of(runs), options.out.suffix[1:].lower())
         write_whole(options.out, picture)
     if options.html is not None:
         write_whole(options.html, make_page(runs).encode())
@@ -135,28 +133,28 @@ def _events(run: RecordedRun) -> list[str]:
 
 def make_page(runs: Sequence[RecordedRun]) -> str:
     """For a browser: no script, no network, nothing beside the file."""
-    trials, losses, rates = charts_of(runs)
-    names, charts = ", ".join(run.name for run in runs), [*trials, losses]
+    names = ", ".join(run.name for run in runs)
     searched = [run for run in runs if run.cycles] or runs
-    found = [f"{run.name}: " * (len(runs) > 1) + _summary(run) for run in searched]
+    found = [_found(run, f"{run.name}: " * (len(runs) > 1)) for run in searched]
     return PAGE.format(
         names=escape(names),
-        found="\n".join(f'<p class="found">{escape(sentence)}</p>' for sentence in found),
+        found="\n".join(found),
         table=_table(table_of(runs), "runs"),
-        charts="\n".join(_image(chart) for chart in charts),
-        details="\n".join([_image(rates), *(_details(run) for run in runs)]),
+        charts="\n".join(_image(chart) for chart in charts_of(runs)),
+        details="\n".join(_details(run) for run in runs),
         version=escape(hdet.__version__),
     )
 
 
-def _summary(run: RecordedRun) -> str:
-    """What became of its learning rate, in a sentence."""
-    if run.findings:
-        found = run.findings[-1][0]
-        return found[:1].upper() + found[1:]
-    if run.moves:
-        return f"{len(run.moves)} moves, the last one before step {run.moves[-1]:.0f}"
-    return "Nothing has moved"
+def _found(run: RecordedRun, name: str) -> str:
+    """What became of its learning rate: a sentence, and what the terminal says of the trial."""
+    first, *more = run.findings[-1] if run.findings else ["nothing has moved"]
+    if run.last_cycle is not None and run.moves and not run.findings:
+        ends = [f"{key} at {c:.3g} times" for key, c in run.last_cycle["corrections"].items()]
+        first = f"{printable(', '.join(ends))} its schedule, by {len(run.moves)} moves up to step "
+        first += f"{run.moves[-1]:.0f}"
+    lines = "<br>\n".join(map(escape, more))
+    return f'<p class="found">{escape(name + first[:1].upper() + first[1:])}</p>\n<p>{lines}</p>'
 
 
 def _details(run: RecordedRun) -> str:
@@ -196,7 +194,7 @@ def _table(rows: Sequence[Sequence[str]], kind: str) -> str:
 
 def _image(chart: Chart) -> str:
     picture = base64.b64encode(draw([chart], "svg")).decode()
-    return f'<img alt="A chart; its title is in it" src="data:image/svg+xml;base64,{picture}">'
+    return f'<img alt="{escape(chart.text)}" src="data:image/svg+xml;base64,{picture}">'
 
 
 # -- files -----------------------------------------------------------------------------------------

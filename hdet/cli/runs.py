@@ -31,6 +31,8 @@ class RecordedRun:
             where nobody has recorded ``train`` events.
         trials: the steps before which they were recorded, and what they measured.
         findings: of each trial, in lines.
+        explored: by knob, of each cycle whose replicas differed: the step, and their values beside
+            their losses.
         events: sentences, by step: moved values, notes.
         moves: steps at which a correction has changed.
         trial_cost: of all trials, as a part of the run. None: there was no trial.
@@ -48,6 +50,7 @@ class RecordedRun:
     cycle_rates: Points = field(default_factory=list)
     trials: list[tuple[float, RateInterval]] = field(default_factory=list)
     findings: list[list[str]] = field(default_factory=list)
+    explored: dict[str, list[tuple[float, Points]]] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
     moves: list[float] = field(default_factory=list)
     trial_cost: float | None = None
@@ -81,6 +84,11 @@ class RecordedRun:
         if "lr" in record["values"]:
             self.cycle_rates.append((step, _number(record["values"]["lr"])))
             self.schedule.append((step, _number(record["scheduled"]["lr"])))
+        for name, row in record["multipliers"].items():
+            if len(set(row)) > 1:
+                values = [_number(record["values"][name]) * _number(rho) for rho in row]
+                pairs = list(zip(values, losses, strict=True))
+                self.explored.setdefault(printable(name), []).append((step, pairs))
         # A note that every cycle has again is said once.
         known = [] if last is None else last["notes"]
         new = [str(note) for note in record["notes"] if note not in known]
@@ -89,7 +97,10 @@ class RecordedRun:
             interval = RateInterval.from_dict(record["trial"])
             self.trials.append((step, interval))
             self.trial_cost = _number(record["trial_steps"]) / interval.total_steps
-            self.findings.append([printable(line) for line in str(interval).splitlines()])
+            spent = f"{record['trial_steps']:.0f} steps ({100 * self.trial_cost:.1f} % of the run)"
+            spent += f", {record['trial_ms'] / 1e3:.1f} s" if record["trial_ms"] else ""
+            lines = [*str(interval).splitlines(), f"cost: {spent}"]
+            self.findings.append([printable(line) for line in lines])
             # which say the move, and the note about it
             moves, new = [], [note for note in new if not note.startswith("learning rate ")]
         self.events += [f"step {step:.0f}: {printable(text)}" for text in (*moves, *new)]

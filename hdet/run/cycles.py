@@ -28,6 +28,10 @@ from .setup import Setup
 __all__ = ["Cycles", "ReplicasDiverged"]
 
 
+_NO_TRIAL: tuple[dict[str, Any] | None, float, float] = None, 0.0, 0.0
+"""What one has measured, its cost in steps, its milliseconds."""
+
+
 class ReplicasDiverged(RuntimeError):
     """No replica has finite parameters, so there is nothing to average.
 
@@ -63,7 +67,7 @@ class Cycles:
         self._is_local, self._times_device = run.is_local, run.log is not None
         self.notes: list[str] = []
         """For the next record."""
-        self.trial: tuple[dict[str, Any] | None, float] = None, 0.0
+        self.trial = _NO_TRIAL
         """What a search has measured, for the next record, and its cost in steps."""
         self.has_explored = False
         """Was `Ensemble.explore` entered in this cycle?"""
@@ -168,7 +172,7 @@ class Cycles:
 
     def note_load(self) -> None:
         """A state was loaded: nothing is known of the parameters."""
-        self.trial = None, 0.0
+        self.trial = _NO_TRIAL
         self._stay_equal = self.replicas.count == 1
         self.parameters.note_load()
         self.begin()
@@ -255,9 +259,10 @@ class Cycles:
             left_out=outcome.left_out, rolled_back=outcome.rolled_back, rollbacks=engine.rollbacks,
             diverged_total=engine.diverged_total, probe_ms=1e3 * (probed - started),
             converge_ms=1e3 * (averaged - probed), trial=self.trial[0], trial_steps=self.trial[1],
-            searching=is_searching, notes=[*self.notes, *outcome.notes], record=asdict(outcome),
+            trial_ms=self.trial[2], searching=is_searching,
+            notes=[*self.notes, *outcome.notes], record=asdict(outcome),
         )  # fmt: skip
-        self.notes, self.trial = [], (None, 0.0)
+        self.notes, self.trial = [], _NO_TRIAL
         self.begin()
         return record
 

@@ -89,13 +89,13 @@ def test_names_and_notes_are_shown_as_they_are(
     out, text = capsys.readouterr().out, page.read_text(encoding="utf-8")
     shown = HOSTILE.replace("\x1b", " ").replace("\x07", " ")
     name = shown.replace("/", "|")
-    assert out.count(shown) == 2 and out.count(name + ":") == 5
+    assert out.count(shown) == 2 and out.count(name + ":") == 6
     assert text.count(escape(shown)) == 4  # two of the settings, a note, the trial's reason
-    assert text.count(escape(name)) == 6  # two titles, in the table, over trial, events, settings
+    assert text.count(escape(name)) == 10  # titles, the table, 4 charts, trial, events, settings
     assert not {"\x1b", "\x07"} & {*out, *text}
     elements = _Elements(text)
     assert not {"script", "link", "red"} & {*elements.names}
-    assert len(elements.links) == 3
+    assert len(elements.links) == 4
     for picture in elements.links:
         assert picture.startswith("data:image/svg+xml;base64,")
         drawing = ElementTree.fromstring(base64.b64decode(picture.partition(",")[2]))

@@ -33,7 +33,7 @@ def expected(record: dict[str, Any]) -> dict[str, float]:
     for key in ("values", "scheduled", "corrections"):
         found[f"hdet/{key}/lr"] = record[key]["lr"]
     alone = ("cycle", "rolled_back", "rollbacks", "diverged_total", "converge_ms", "probe_ms")
-    alone += ("trial_steps",)
+    alone += ("trial_steps", "trial_ms")
     found |= {f"hdet/{key}": record[key] for key in alone}
     return {**found, "hdet/left_out": 0, "hdet/searching": 0}
 
@@ -68,7 +68,7 @@ def test_scalars_and_notes_come_at_the_step_under_the_records_own_keys() -> None
         ("log", {"hdet/step": 10, **both[1][0]}),
     ]
     found = hdet.logging.scalars(first)
-    assert len(found) == 16 and all(isinstance(value, float) for value in found.values())
+    assert len(found) == 17 and all(isinstance(value, float) for value in found.values())
     others = {"notes": ["x"], "t": {"lr": None}, "record": {"a": 1}, "step": 5, "probe": [0.5]}
     assert hdet.logging.scalars(others, "mine") == {"mine/probe/0": 0.5}
 

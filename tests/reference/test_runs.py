@@ -103,3 +103,25 @@ def test_a_run_is_what_the_equations_make_of_its_losses(
         assert record["corrections"]["lr"] == pytest.approx(correction, rel=1e-9)
         assert base == (expected_base and pytest.approx(expected_base, rel=1e-8))
     assert found[-1] != (1.0, None)
+
+
+def test_where_the_drop_in_differs_from_the_published_class():
+    """On purpose: corrections multiply OneCycle, which goes on (published: a decay of its own takes
+    its place, with a gamma that is negative for torch's factors), and Eq. 6 moves the base value in
+    the logarithm. Without that decay both moves are equal to first order in lambda v / base."""
+    sigma, step_size, momentum = 0.02, 0.05, 0.5
+    run, rates, _ = trained(40, 0, sigma, step_size, momentum, None, drop_in=True)
+    assert method.gamma_printed(DIV, FINAL, method.intervals_left(40, 0, INTERVAL)) < 0
+    velocity, correction = 0.0, 1.0
+    for record in run.ensemble.history:
+        base = rates[record["step"] - 1]
+        weights = method.softmax(method.scores(record["losses"], sigma))
+        own = [base * rho for rho in record["multipliers"]["lr"]]
+        # the published velocity is in the unit of rates, ours in parts of the base value
+        relative = method.signal(weights, own) / base
+        velocity = method.velocity_update(velocity, relative, momentum)
+        published = method.base_update(base, 0.0, step_size, velocity * base) / base
+        moved = record["corrections"]["lr"] / correction
+        assert moved - published == pytest.approx(0, abs=(step_size * velocity) ** 2)
+        assert moved != 1
+        correction = record["corrections"]["lr"]
