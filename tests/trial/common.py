@@ -83,7 +83,8 @@ def training(
     """A loop for models that `Run` does not know: yields its Ensemble after each step; ``plain``:
     it has none."""
     optimizer = optimizer or torch.optim.AdamW(net.parameters(), lr=lr)
-    ensemble = None if plain else hdet.Ensemble(optimizer, total_steps=1500, **settings)
+    settings = {"total_steps": 1500, **settings}
+    ensemble = None if plain else hdet.Ensemble(optimizer, **settings)
     for step in range(steps):
         optimizer.zero_grad()
         losses_at(step).mean().backward()
