@@ -18,10 +18,11 @@ from hdet.integrations.common import (
     keep_attributes,
     require,
 )
+from hdet.testing.adapters import Halved
 from hdet.trial.rule import SCORES, STEPS
 
 from ..trial.common import ALL, auto_run
-from .frameworks import Halved, halved
+from .frameworks import halved
 
 
 class Own(Adapter):
