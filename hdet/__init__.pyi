@@ -7,6 +7,7 @@ from . import integrations as integrations
 from . import kernels as kernels
 from . import logging as logging
 from . import optim as optim
+from .controllers.best_value import BestValueController as BestValueController
 from .controllers.probe import ProbeController as ProbeController
 from .controllers.shadow import Shadow as Shadow
 from .controllers.softmax import SoftmaxController as SoftmaxController

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -88,6 +88,9 @@ class Ensemble:
             ensemble.step(loss)  # in the place of scheduler.step()
     """
 
+    _attached = ExitStack()
+    """Undoes what was attached to optimizer, model and search."""
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -119,19 +122,23 @@ class Ensemble:
         self._has_modes, self._lost_state = is_schedule_free(optimizer), run.schedule.doubt
         self._guard, self._fan_out = Guard(run.replicas, run.engine), FanOut(run)
         self._agreement, self._records = Agreement(run), Records(run)
-        if search is not None:
-            search.attach(Searched(
-                search.model, optimizer, run.replicas, run.schedule.peak_rates, not run.is_local,
-                self._fan_out.aside, run.sync.refresh is not None, run.schedule.find_doubt,
-            ))  # fmt: skip
-            search.done = search.done or not run.engine.is_searching
-        self._cycles = Cycles(run, self._fan_out, self._agreement, self._guard)
-        self.averager = self._cycles.parameters.average
-        self._fan_out.attach(self._cycles.begin_steps)
-        run.replicas.attach(optimizer)
-        self._detach = weakref.finalize(self, self._cycles.close)
-        self._detach.atexit = False
-        self._cycles.begin()
+        with ExitStack() as attached:  # what is refused in here has changed nothing
+            self._cycles = Cycles(run, self._fan_out, self._agreement, self._guard, attached)
+            self.averager = self._cycles.parameters.average
+            attached.callback(run.replicas.detach)
+            run.replicas.attach(optimizer)
+            attached.callback(self._fan_out.close)
+            self._fan_out.attach(self._cycles.begin_steps)
+            self._cycles.begin()
+            if search is not None:
+                search.attach(Searched(
+                    search.model, optimizer, run.replicas, run.schedule.peak_rates,
+                    not run.is_local, self._fan_out.aside, run.sync.refresh is not None,
+                    run.schedule.find_doubt,
+                ))  # fmt: skip
+                search.done = search.done or not run.engine.is_searching
+                attached.callback(search.detach)
+            self._attached = attached.pop_all()
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -237,7 +244,7 @@ class Ensemble:
             self._schedule.write()
         if factor < 1:  # the first weights are in place again
             self._cycles.note_restore()
-            search.on_restart()
+            search.note_restart()
         self._cycles.notes += [*notes, search.note]
         self._records.tell_note(search.note)
 
@@ -277,7 +284,8 @@ class Ensemble:
     def set_value(self, name: str, value: float) -> None:
         """Set the base value of the knob ``name``, on all ranks alike: its schedule goes on from
         here, corrected so that it is ``value`` now. Of several groups ``value`` is the first
-        one's, and the others move with it.
+        one's, and the others move with it. Of a learning rate it ends a search that is under way,
+        which would move this value again; before the first step it is what the search begins with.
 
         Example::
 
@@ -288,8 +296,11 @@ class Ensemble:
                 leads from the schedule's value to this one, because one of them is 0.
         """
         self._cycles.check_at_rest("set_value")
-        self._schedule.named(name).set(float(value))
+        knob = self._schedule.named(name)
+        knob.set(float(value))
         self._schedule.write()
+        if self.search is not None and knob.spec.rate:
+            self.search.give_up("set_value() has set the rate")
 
     def guard(self, phase: str = "training step") -> AbstractContextManager[None]:
         """Around a training loop: a collective of the loop's own that fails (DDP's, in a backward
@@ -318,6 +329,9 @@ class Ensemble:
             self._schedule.simulate(self.optimizer, schedulers)
         except ValueError as error:
             self._schedule.doubt = str(error)
+        if any(knob.grid.values for knob in self.knobs) and not self.has_begun:
+            self._engine.restart()  # they are tried as multiples of the peak
+            self._cycles.begin()
 
     def report_to(
         self, tell: Callable[[str], object], log: Callable[[CycleRecord, int], object] | None = None
@@ -455,13 +469,12 @@ class Ensemble:
             loaded(self.search, searched),
         ):
             yield
-        self._engine.restart()
         if self.search is not None:
             self.search.close()
         self._schedule.write()
         self._lost_state = self._schedule.doubt = ""
         self._agreement.reset()
-        self._fan_out.note_load(self._schedule.write)
+        self._fan_out.note_load()
         self._cycles.note_load()
         warn_of_less_control(self._engine, state)
 
@@ -469,4 +482,9 @@ class Ensemble:
         """Take the multiplier off the optimizer for good. Parameters stay as they are: converge()
         first. A second call does nothing."""
         self._cycles.check_no_arm("close")
-        self._detach()
+        self._attached.close()
+
+    def __del__(self) -> None:
+        # No weakref.finalize: it would hold what leads back here, such as a `log` of the user's.
+        if not sys.is_finalizing():
+            self._attached.close()

@@ -308,7 +308,9 @@ class Schedule:
         if type(own.get("total_steps")) is int:
             kinds["total_steps"] = schema.COUNT
         given = _with_whole_keys(given, own)
-        return {**given, **schema.read(given, kinds, "the scheduler's state")}
+        given = {**given, **schema.read(given, kinds, "the scheduler's state")}
+        found: dict[str, Any] = _as_before(given, own)
+        return found
 
     @contextmanager
     def taken_over(self, state: Mapping[str, Any]) -> Iterator[None]:
@@ -322,7 +324,8 @@ class Schedule:
             high = values["highest"][knob.name]
             knob.highest = -math.inf if high is None else float(high)
             knob.correction, knob.off_schedule = correction, base
-            knob.follow(list(map(float, values["scheduled"][knob.name])))
+            scheduled = list(map(float, values["scheduled"][knob.name]))
+            knob.follow(_as_before(scheduled, knob.read()))
 
 
 def _kind_of_value(knob: BoundKnob, least: float) -> schema.Check:
@@ -342,6 +345,18 @@ def _with_whole_keys(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[s
         if all(isinstance(name, int) for name in value) and all(map(_is_whole, saved)):
             found[key] = type(value)({int(name): item for name, item in saved.items()})
     return found
+
+
+def _as_before(value: Any, own: Any) -> Any:
+    """What `plain` has made a number is a tensor again where ``own`` is: its arithmetic rounds
+    otherwise than that of Python's numbers."""
+    if isinstance(own, torch.Tensor) and own.is_floating_point():
+        return torch.as_tensor(value).to(own).reshape(own.shape)
+    if isinstance(own, (list, tuple)) and isinstance(value, list) and len(own) == len(value):
+        return [_as_before(*pair) for pair in zip(value, own, strict=True)]
+    if isinstance(own, dict) and isinstance(value, Mapping):
+        return {key: _as_before(item, own.get(key)) for key, item in value.items()}
+    return value
 
 
 def _is_whole(key: Any) -> bool:

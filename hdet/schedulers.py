@@ -115,6 +115,7 @@ class OneCycleAutoLR(OneCycleLR):
         with _unchanged_on_error(optimizer):
             check_spread(ensemble_lr_spread_ratio, "ensemble_lr_spread_ratio")
             whole(model_sync_interval, "model_sync_interval", of="steps")
+            whole(auto_lr_warmup_steps, "auto_lr_warmup_steps", 0, of="steps")
             if min(max_lr if isinstance(max_lr, (list, tuple)) else [max_lr]) <= 0:
                 raise ValueError(f"max_lr must be above 0, got {max_lr!r}")
             replicas = _resolve_replicas(replicas, rank, world_size)
@@ -130,6 +131,11 @@ class OneCycleAutoLR(OneCycleLR):
             groups = "each" if len(optimizer.param_groups) > 1 and is_published else None
             if search is not None and auto_lr_warmup_steps == PUBLISHED_WARMUP:
                 auto_lr_warmup_steps = 0
+            elif search is not None and auto_lr_warmup_steps:
+                raise ValueError(
+                    "AutoLR searches in the first steps: leave out "
+                    f"auto_lr_warmup_steps={auto_lr_warmup_steps!r}"
+                )
             self.ensemble = Ensemble(
                 optimizer,
                 _TorchPart(self),

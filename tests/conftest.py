@@ -39,6 +39,7 @@ SLOW = (
     "cli/test_report.py::test_any",
     "cli/test_report.py::test_what_is_accepted",
     "knobs/test_forward_knobs.py::test_four_processes",
+    "ensemble/test_four_groups.py",
     "layouts/test_parallel.py",
     "gpu/",
     "test_rooms.py",

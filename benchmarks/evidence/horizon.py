@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 import hdet
-from hdet.controllers.probe_rule import END
+from hdet.controllers.near_peak import END
 
 from ..tables import crossed, grouped
 from . import hero

@@ -1,5 +1,4 @@
-"""AutoLR's trial on N ranks: arms that are spread over the replicas, beside arms that all of them
-train.
+"""AutoLR's trial on N ranks: arms that are spread over the replicas, or that all of them train.
 
     python -m benchmarks.evidence.ranks [--workloads mlp-friedman ...] [--counts 2 4 8]
 

@@ -122,6 +122,7 @@ NO_EXAMPLE = {
     "CopyPlan",  # those of plans are in step_plan's, average_plan's and copy_plan's
     "ProbeRule",  # ProbeController's
     "Prepared", "Wrapped",  # made by prepare and wrap
+    "Trained",  # AdapterContract's
 }  # fmt: skip
 
 

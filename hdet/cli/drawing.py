@@ -155,7 +155,7 @@ def _label(run: RecordedRun) -> str:
 
 
 def _title(axes: Axes, text: str) -> None:
-    """In lines that a narrow picture has room for."""
+    """In lines as long as a narrow picture is wide."""
     axes.set_title(_plain("\n".join(wrap(text, 50))))
 
 

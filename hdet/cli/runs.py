@@ -84,15 +84,18 @@ class RecordedRun:
         if "lr" in record["values"]:
             self.cycle_rates.append((step, _number(record["values"]["lr"])))
             self.schedule.append((step, _number(record["scheduled"]["lr"])))
+        before = {} if last is None else last["corrections"]
         for name, row in record["multipliers"].items():
             if len(set(row)) > 1:
-                values = [_number(record["values"][name]) * _number(rho) for rho in row]
+                moved = _number(record["corrections"][name]) / _number(before.get(name, 1.0))
+                base = _number(record["values"][name]) / moved  # what the cycle has tried
+                values = [base * _number(rho) for rho in row]
                 pairs = list(zip(values, losses, strict=True))
                 self.explored.setdefault(printable(name), []).append((step, pairs))
         # A note that every cycle has again is said once.
         known = [] if last is None else last["notes"]
         new = [str(note) for note in record["notes"] if note not in known]
-        moves = list(self._list_moves(record, {} if last is None else last["corrections"]))
+        moves = list(self._list_moves(record, before))
         if record["trial"] is not None:
             interval = RateInterval.from_dict(record["trial"])
             self.trials.append((step, interval))

@@ -37,7 +37,8 @@ class Measurement:
         return ()
 
     def watch(self, watched: Watched) -> None:
-        """Once, before the first step. May refuse (ValueError). Allocates nothing of size."""
+        """Before the first step; again, if that run was refused. May refuse (ValueError).
+        Allocates nothing of size."""
 
     def reset(self) -> None:
         """A cycle whose plan names it has begun, replicas were averaged ahead of time, or other

@@ -18,14 +18,14 @@ too small.)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from ..core.controller import Controller
 from ..core.evidence import Evidence, KnobSpec
 from ..core.plan import Decision
-from ..core.schema import COUNT, FLAG, Check, list_of, number
-from ..core.validate import warn, within
+from ..core.schema import Check, list_of, number
+from ..core.validate import within
+from .near_peak import NearPeak
 from .regression import mean_and_error, slopes, unexplained
 
 __all__ = ["PROBE", "ProbeRule"]
@@ -37,19 +37,15 @@ SHARED, LOCAL = 6.0, 2.0
 """Standard errors beyond those that count as noise at which a move reaches tanh(1), 76 % of
 ``step``. Of shared gradients, where errors do not hold what is common to all mini-batches, and of
 local ones, where they do."""
-BEGIN, END = 0.95, 0.9
-"""Parts of the schedule's peak, on the way up and on the way down, between which votes count."""
 FORGET = 0.9
 """of the replicas' own noise, from cycle to cycle"""
 KNOWN = 4.0
 """Degrees of freedom from which on that noise is known well enough to move anything."""
 LARGEST_T = 1e3
 """t is cut here: where losses do not scatter at all, any slope would be infinitely significant."""
-ENOUGH = 2
-"""Decisions near the peak without which next to nothing can be corrected: a rise needs two."""
 
 
-class ProbeRule(Controller):
+class ProbeRule(NearPeak):
     """Moves corrections near the schedule's peak. Values enter as ratios only (now / peak of the
     same knob), so nothing here knows a unit.
 
@@ -67,10 +63,9 @@ class ProbeRule(Controller):
     """
 
     regresses = True
+    columns = (*NearPeak.columns, "last")
     state_keys: Mapping[str, Check] = {
-        "warm": list_of(FLAG),
-        "phase": list_of(number()),
-        "looks": list_of(COUNT),
+        **NearPeak.state_keys,
         "last": list_of(number(-LARGEST_T, LARGEST_T)),
         "noise": list_of(number(0), 2),
     }
@@ -87,27 +82,14 @@ class ProbeRule(Controller):
         within(dead, "dead", "[0, inf)", "it counts standard errors")
         within(bound, "bound", "(1, inf)")
         self.step, self.dead, self.bound = step, dead, bound
-        self._begin_run(0)
 
-    def _begin_run(self, knobs: int) -> None:
-        """The state at the first evidence, when the number of knobs is known."""
-        self.warm = [False] * knobs
-        """[knob]: has the schedule been near its peak?"""
-        self.phase = [0.0] * knobs
-        """[knob]: scheduled / peak in the evidence before."""
-        self.looks = [0] * knobs
-        """[knob]: decisions near the peak; `ENOUGH` also where too few were warned of."""
+    def begin_run(self, knobs: int) -> None:
+        super().begin_run(knobs)
         self.last = [0.0] * knobs
         """[knob]: t of the decision before."""
         self.noise = [0.0, 0.0]
         """Of replicas with gradients of their own: squares that no knob explains, and how many are
         free."""
-
-    @property
-    def idle(self) -> bool:
-        """Frozen, or the schedule of every knob is past its peak for good."""
-        pairs = zip(self.warm, self.phase, strict=False)
-        return self.frozen or (bool(self.warm) and all(w and p < END for w, p in pairs))
 
     def report(self) -> str:
         if self.idle:
@@ -116,16 +98,11 @@ class ProbeRule(Controller):
             f"a value moves where |t| is above {self.dead:g}, while the schedule is near its peak"
         )
 
-    def check_state(self, state: Any) -> dict[str, Any]:
-        return self.check_columns(super().check_state(state), "warm", "phase", "looks", "last")
-
     def may_move(self, knob: KnobSpec) -> bool:
         return True
 
     def decide(self, evidence: Evidence) -> list[Decision]:
-        self.observe(evidence)
-        is_near = [w and p >= END for w, p in zip(self.warm, self.phase, strict=True)]
-        self.looks = [count + near for count, near in zip(self.looks, is_near, strict=True)]
+        is_near = self.look(evidence)
         probes = evidence.measured.get(PROBE)
         fits = None if probes is None else slopes(evidence.multipliers, probes)
         if probes is None or fits is None:
@@ -147,30 +124,6 @@ class ProbeRule(Controller):
             decisions.append(Decision(factor=factor, slope=slope, error=error, t=t))
             self.last[k] = t
         return decisions
-
-    def observe(self, evidence: Evidence) -> None:
-        """Where the schedule is now: also where another controller decides, so that its peak is
-        not missed."""
-        columns = (self.warm, self.phase, self.looks, self.last)
-        if any(len(column) != len(evidence.knobs) for column in columns):
-            self._begin_run(len(evidence.knobs))
-        self.phase = _parts(evidence.scheduled, evidence.peak)
-        highest = _parts(evidence.highest or evidence.scheduled, evidence.peak)
-        self.warm = [w or p >= BEGIN for w, p in zip(self.warm, highest, strict=True)]
-        missed = [
-            k
-            for k, count in enumerate(self.looks)
-            if self.warm[k] and self.phase[k] < END and count < ENOUGH
-        ]
-        if missed and not self.frozen:
-            self.looks = [ENOUGH if k in missed else count for k, count in enumerate(self.looks)]
-            warn(
-                f"the schedule of {', '.join(evidence.knobs[k] for k in missed)} has fallen below "
-                f"{END:.0%} of its peak before the controller {self.name!r} has decided twice "
-                f"near it, which it does once in {evidence.sync_interval} steps: it rests from now "
-                "on. Make cycles shorter, sync=hdet.Sync(...), so that two or more end between "
-                f"{BEGIN:.0%} of the peak on the way up and {END:.0%} on the way down",
-            )
 
     def _errors_of_replicas(self, multipliers: Any, probes: Any) -> tuple[list[float], bool]:
         """[knob]: the standard error of its slope that comes from what each replica has seen alone;
@@ -194,11 +147,6 @@ class ProbeRule(Controller):
         # Where a cycle that was rolled back has put it outside, it may come back by its own moves.
         moved = min(max(now + move, min(-limit, now)), max(limit, now))
         return math.exp(moved - now)
-
-
-def _parts(values: Sequence[float], peaks: Sequence[float]) -> list[float]:
-    """[knob]: of its peak."""
-    return [value / peak if peak > 0 else 1.0 for value, peak in zip(values, peaks, strict=True)]
 
 
 def _ratio(slope: float, error: float) -> float:

@@ -46,7 +46,8 @@ class Shadow(Controller):
         return True  # it moves nothing
 
     def plan(self) -> Plan:
-        return replace(self.controller.plan(), spread=True)
+        plan = self.controller.plan()
+        return Plan(measures=plan.measures) if isinstance(plan, Plan) else plan
 
     def learn(self, evidence: Evidence) -> list[Decision]:
         self.decisions = self.controller.learn(evidence)

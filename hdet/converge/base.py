@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from ..optim.snapshot import beside
+from ..optim.snapshot import attach_hook, beside
 from ..replicas import Replicas
 from .buckets import Buckets, Masters, Part, parts_of
 
@@ -82,7 +81,8 @@ class Averager:
         """Is nothing kept back? Then tensors are equal on all replicas after an average, and they
         are the whole state."""
         self._plain = Buckets(task.parts, task.bucket_bytes, in_place=True)
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[Callable[[], object]] = []
+        """Remove those on the optimizer."""
 
     def on_cycle_start(self) -> None:
         """Before the first step after an average, a start or a load. No communication."""
@@ -113,22 +113,22 @@ class Averager:
 
     def close(self) -> None:
         """Give the optimizer back as it was given. No communication. Twice is as good as once."""
-        for hook in self._hooks:
-            hook.remove()
+        for remove in self._hooks:
+            remove()
         self._hooks = []
         self._forget()
 
     def _average_plainly(self, shares: Sequence[float]) -> None:
         self._plain.average(self.task.replicas, shares)
 
-    def _forget(self) -> None:
+    def _forget(self, *_: Any) -> None:
         """Drop what is kept back."""
         self.idle = True
 
     def _forget_on_load(self) -> None:
         """What was kept is of no use once the optimizer has loaded another state."""
         register = self.task.optimizer.register_load_state_dict_post_hook
-        self._hooks.append(register(lambda _: self._forget()))
+        self._hooks.append(attach_hook(register, self._forget))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,7 @@ class _Compressed(Averager):
         self._chunk_errors: list[torch.Tensor] = []
         """Of this rank as the owner of a chunk of each filling."""
 
-    def _forget(self) -> None:
+    def _forget(self, *_: Any) -> None:
         self.idle, self._references = True, []
 
     @torch.no_grad()

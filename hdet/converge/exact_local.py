@@ -11,7 +11,7 @@ import torch
 
 from ..core.validate import refuse, whole
 from ..optim.fused import FusedOptimizer
-from ..optim.snapshot import is_schedule_free, keeps_emas
+from ..optim.snapshot import attach_hook, is_schedule_free, keeps_emas
 from ..rules import COUPLED
 from ..tensors.dtensor import local_parts
 from .base import Averager, Averaging, Task
@@ -116,11 +116,11 @@ class _ExactLocal(Averager):
         """Until a step: weights may still be loaded, initialised or broadcast."""
         optimizer.set_replicas(2, lambda p: [p, p.detach().clone()])
         self._hooks = [
-            optimizer.register_step_pre_hook(self._update_mean),
-            optimizer.register_step_post_hook(self._after_optimizer_step),
-            optimizer.register_state_dict_pre_hook(self._update_mean),
-            optimizer.register_load_state_dict_pre_hook(self._before_load),
-            optimizer.register_load_state_dict_post_hook(self._after_load),
+            attach_hook(optimizer.register_step_pre_hook, self._update_mean),
+            attach_hook(optimizer.register_step_post_hook, self._after_optimizer_step),
+            attach_hook(optimizer.register_state_dict_pre_hook, self._update_mean),
+            attach_hook(optimizer.register_load_state_dict_pre_hook, self._before_load),
+            attach_hook(optimizer.register_load_state_dict_post_hook, self._after_load),
         ]
 
     def _update_mean(self, *_: Any) -> None:

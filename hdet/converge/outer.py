@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -87,7 +88,7 @@ class _Outer(Averager):
         self._sent = sent = list[Part]()  # always this list, so that buckets need not hold self
         self._buckets = Buckets(lambda: sent, task.bucket_bytes, in_place=True)
 
-    def _forget(self) -> None:
+    def _forget(self, *_: Any) -> None:
         self.idle, self._origins = True, []
 
     def complete(self, shares: Sequence[float]) -> None:

@@ -74,7 +74,8 @@ class Controller:
     # -- hooks, in the order in which they are called ----------------------------------------------
 
     def start(self, run: Run) -> None:
-        """Once, before the first step. Raises ValueError for a run in which it cannot work."""
+        """Before the first step; for another run, if that one was refused. Raises ValueError for a
+        run in which it cannot work."""
         self._last_step_that_moves(run.total_steps)
         self._knobs = len(run.knobs)
         for part in self.parts.values():
@@ -116,7 +117,8 @@ class Controller:
             part.observe(evidence)
 
     def restart(self) -> None:
-        """Other weights are in place: a checkpoint was loaded, or a cycle rolled back."""
+        """Other weights are in place: a checkpoint was loaded, a cycle rolled back, or a search has
+        begun again with the first ones."""
         for part in self.parts.values():
             part.restart()
 

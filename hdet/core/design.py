@@ -7,31 +7,31 @@ import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 
-from .spread import assignment, multipliers
+from .spread import assignment
+from .value import Value
 
 __all__ = ["columns", "is_orthogonal_possible", "orthogonal", "table_of"]
 
 
 def table_of(
-    design: str, seed: int, cycle: int, knobs: Sequence[tuple[str, float]], count: int
+    design: str, seed: int, cycle: int, knobs: Sequence[Value], count: int
 ) -> list[list[float]]:
     """[knob][replica]: the multipliers of a cycle.
 
     Args:
-        design: "permutation", each knob's grid by itself (Eq. 1 and 8), or "orthogonal".
-        knobs: name and spread of each.
+        design: "permutation", each knob's grid by itself (Eq. 1 and 8), or "orthogonal", which
+            knows spreads only.
         count: of replicas.
     """
     if design == "orthogonal":
-        levels = orthogonal(seed, cycle, [name for name, _ in knobs], count)
+        levels = orthogonal(seed, cycle, [knob.name for knob in knobs], count)
         return [
-            [1.0 + spread * level for level in row]
-            for (_, spread), row in zip(knobs, levels, strict=True)
+            [1.0 + knob.grid.spread * level for level in row]
+            for knob, row in zip(knobs, levels, strict=True)
         ]
-    grids = {spread: multipliers(count, spread) for _, spread in knobs}
     return [
-        list(map(grids[spread].__getitem__, assignment(seed, cycle, name, count)))
-        for name, spread in knobs
+        list(map(knob.points(count).__getitem__, assignment(seed, cycle, knob.name, count)))
+        for knob in knobs
     ]
 
 

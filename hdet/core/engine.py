@@ -115,31 +115,46 @@ class Engine:
     def plan(self) -> Plan:
         """Of the running cycle; the controller is asked once for each."""
         if self._plan is None:
-            if self.controller is None or self.is_searching:
-                self._plan = Plan(spread=not self.searches)
-            else:
-                self._plan = self.controller.plan()
+            self._plan = self._ask_plan(self.is_searching)
         return self._plan
+
+    def _ask_plan(self, is_searching: bool, is_restart: bool = False) -> Plan:
+        """Of a cycle; ``is_restart``: with other weights. Raises TypeError for what is no plan,
+        ValueError for one of another run."""
+        controller = self.controller
+        if controller is not None and is_restart:
+            controller.restart()
+        if controller is None or is_searching:
+            return Plan(spread=not self.searches)
+        plan: Any = controller.plan()
+        if not isinstance(plan, Plan):
+            raise TypeError(
+                f"controller {controller.name!r} has planned {plan!r}: plan must return an "
+                "hdet.Plan, such as hdet.Plan(spread=False)"
+            )
+        try:
+            plan.check(len(self.knobs), self.replicas, controller.measurements)
+        except ValueError as error:
+            raise ValueError(f"controller {controller.name!r}: {error}") from None
+        return plan
 
     @property
     def explores(self) -> bool:
         """Can replicas differ in the running cycle?"""
         if self.plan.multipliers is not None:
             return any(len(set(row)) > 1 for row in self.multipliers())
-        spreads = self.plan.spread and any(knob.spread > 0 for knob in self.knobs)
+        spreads = self.plan.spread and any(knob.grid.explores for knob in self.knobs)
         return self.replicas > 1 and spreads
 
     def multipliers(self) -> list[list[float]]:
         """[knob][replica]: rho of the running cycle: the plan's, drawn (Eq. 1 and 8), or all 1. Not
-        to be written to. Raises ValueError for a plan of another run."""
+        to be written to."""
         if self._table is not None:  # kept: at 1 024 replicas hashing is most of a cycle's cost
             return self._table
         if self.plan.multipliers is not None:
-            self.plan.check_table(len(self.knobs), self.replicas)
             self._table = [list(row) for row in self.plan.multipliers]
         elif self.explores:
-            spreads = [(knob.name, knob.spread) for knob in self.knobs]
-            self._table = table_of(self.design, self.seed, self.cycle, spreads, self.replicas)
+            self._table = table_of(self.design, self.seed, self.cycle, self.values, self.replicas)
         else:
             self._table = [[1.0] * self.replicas for _ in self.knobs]
         return self._table
@@ -156,10 +171,8 @@ class Engine:
         return self.position >= self.clock.sync_interval or self.step == self.clock.total_steps
 
     def restart(self) -> None:
-        """Other weights were loaded or restored: the controller plans the running cycle again."""
-        if self.controller is not None:
-            self.controller.restart()
-        self._plan = self._table = None
+        """Other weights were restored: the controller plans the running cycle again."""
+        self._plan, self._table = self._ask_plan(self.is_searching, is_restart=True), None
 
     # -- control -----------------------------------------------------------------------------------
 
@@ -183,7 +196,8 @@ class Engine:
             is_search_over: does the controller decide from the next cycle on, if it did not?
 
         Raises:
-            ValueError: the controller's answer is not one Decision for each knob.
+            TypeError, ValueError: the controller's answer is not one Decision for each knob, or
+                what it plans for the next cycle cannot be. This cycle has not ended then.
         """
         losses = [x if x is not None and math.isfinite(x) else None for x in losses]
         rows = {name: _finite_rows(given) for name, given in (measured or {}).items()}
@@ -211,14 +225,17 @@ class Engine:
                 self.controller.observe(evidence)
             else:
                 decisions = self._decide(self.controller, evidence)
+        is_searching = self.is_searching and not is_search_over
+        plan = self._ask_plan(is_searching)  # before anything has ended or moved
+        if evidence is not None:
             for value, decision in zip(values, decisions, strict=True):
                 notes += value.move(decision)
                 value.highest = -math.inf
         outcome = self._end(
-            multipliers=table, decisions=decisions, left_out=left_out, notes=notes,
+            plan, multipliers=table, decisions=decisions, left_out=left_out, notes=notes,
             evidence=evidence,
         )  # fmt: skip
-        self.is_searching = self.is_searching and not is_search_over
+        self.is_searching = is_searching
         return outcome
 
     def _notes_of_missing(self, name: str, left_out: Sequence[int]) -> list[str]:
@@ -245,13 +262,13 @@ class Engine:
             )
         return list(decisions)
 
-    def _end(self, **outcome: Any) -> CycleOutcome:
+    def _end(self, next_plan: Plan, **outcome: Any) -> CycleOutcome:
         ended = CycleOutcome(
             cycle=self.cycle, begin=self.step - self.position, plan=self.plan,
             observed=self.is_searching, **outcome,
         )  # fmt: skip
         self.cycle, self.position = self.cycle + 1, 0
-        self._plan = self._table = None
+        self._plan, self._table = next_plan, None
         return ended
 
     # -- divergence --------------------------------------------------------------------------------
@@ -265,18 +282,17 @@ class Engine:
 
     def roll_back(self, factor: float) -> CycleOutcome:
         """End a cycle that is rolled back: its rates were too high, and are multiplied by
-        ``factor``."""
+        ``factor``. Raises as `close`."""
+        plan = self._ask_plan(self.is_searching, is_restart=True)
         for value in self.values:
             if value.spec.rate:
                 value.lower(factor)
         self.rollbacks += 1
         self.rollbacks_in_row += 1
-        outcome = self._end(
-            multipliers=self.multipliers(), decisions=[Decision()] * len(self.knobs),
+        return self._end(
+            plan, multipliers=self.multipliers(), decisions=[Decision()] * len(self.knobs),
             left_out=list(range(self.replicas)), notes=[], rolled_back=True,
         )  # fmt: skip
-        self.restart()
-        return outcome
 
     # -- checkpoint --------------------------------------------------------------------------------
 
@@ -329,14 +345,16 @@ class Engine:
     @contextmanager
     def taken_over(self, state: Mapping[str, Any]) -> Iterator[None]:
         """Continues from `state_dict`, unless what is done inside raises. The seed of the saved run
-        is kept, so that its assignments go on. Raises as `check_state`; nothing is changed then."""
+        is kept, so that its assignments go on. Raises as `check_state`, and for a plan that cannot
+        be; nothing is changed then."""
         values = self.check_state(state)
+        is_searching = self.searches and values["is_searching"]
         with loaded(self.controller, values["controller_state"]):
+            plan = self._ask_plan(is_searching, is_restart=True)
             yield
         for key in (*COUNTS, "seed", "level"):
             setattr(self, key, values[key])
-        self.is_searching = self.searches and values["is_searching"]
-        self._plan = self._table = None
+        self.is_searching, self._plan, self._table = is_searching, plan, None
 
 
 def _finite_rows(rows: Rows) -> list[Sequence[float] | None]:

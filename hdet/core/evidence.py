@@ -10,16 +10,17 @@ from dataclasses import dataclass, field
 
 from .clock import Clock
 from .scale import Scale
+from .spread import Grid
 
 __all__ = ["Evidence", "KnobSpec", "Run"]
 
 
 @dataclass(frozen=True)
 class KnobSpec:
-    """Name, spread alpha and scale of one explored hyperparameter."""
+    """Name, grid of multipliers and scale of one explored hyperparameter."""
 
     name: str
-    spread: float
+    grid: Grid
     scale: Scale = field(default_factory=Scale)
     rate: bool = True
     """Is it a learning rate? Those are lowered where a cycle is rolled back."""

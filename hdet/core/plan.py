@@ -3,7 +3,7 @@ knob."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from .validate import finite
@@ -16,15 +16,24 @@ class Plan:
     """One cycle. ``Plan()`` is the published method's."""
 
     spread: bool = True
-    """Do replicas differ by their knobs' spreads? If not, all train at base values."""
+    """Do replicas differ by their knobs' grids? If not, all train at base values."""
     measures: Sequence[str] = ()
     """Names of the controller's measurements that run in this cycle."""
     multipliers: Sequence[Sequence[float]] | None = None
     """[knob][replica]: what replicas try in the place of what is drawn for them; each above 0."""
 
-    def check_table(self, knobs: int, replicas: int) -> None:
-        """Raises ValueError for multipliers of another run."""
-        table = self.multipliers or ()
+    def check(self, knobs: int, replicas: int, measurements: Collection[str]) -> None:
+        """Raises ValueError for the plan of another run: its multipliers, or what it measures."""
+        names = self.measures
+        is_list = isinstance(names, Collection) and not isinstance(names, str)
+        if not is_list or not all(name in measurements for name in names):
+            raise ValueError(
+                f"a plan's measures must be a list of names out of the controller's measurements, "
+                f"{[*measurements]}, got {names!r}"
+            )
+        if self.multipliers is None:
+            return
+        table = self.multipliers
         is_table = isinstance(table, Sequence) and len(table) == knobs
         is_table = is_table and all(isinstance(x, Sequence) and len(x) == replicas for x in table)
         if not is_table or not all(finite(rho) and rho > 0 for row in table for rho in row):

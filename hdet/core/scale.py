@@ -77,6 +77,16 @@ class Scale:
             return value + self.unit * (factor - 1.0)
         return value * factor if self.kind == "log" else 1.0 - (1.0 - value) / factor
 
+    def multiplier_to(self, value: float, base: float) -> float:
+        """The multiplier by which ``base`` becomes ``value``; NaN if there is none."""
+        if self.kind == "linear":
+            return 1.0 + (value - base) / self.unit
+        return self.correction_to(value, base)
+
+    def factor_to(self, multiplier: float) -> float:
+        """Of a correction: it makes a replica's value with this multiplier the base value."""
+        return math.exp(multiplier - 1.0) if self.kind == "linear" else multiplier
+
     def effective(self, value: float, multiplier: float) -> float:
         """The multiplier that really acts on this base value, where a bound holds the replica's
         back."""
@@ -84,9 +94,7 @@ class Scale:
         held = self.hold(moved)
         if held == moved:
             return multiplier
-        if self.kind == "linear":
-            return 1.0 + (held - value) / self.unit
-        acting = self.correction_to(held, value)
+        acting = self.multiplier_to(held, value)
         return multiplier if math.isnan(acting) else acting
 
     def corrections(self, value: float) -> tuple[float, float]:

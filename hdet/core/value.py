@@ -9,7 +9,7 @@ from typing import Any
 from .evidence import KnobSpec
 from .plan import Decision
 from .scale import Scale
-from .spread import check_spread
+from .spread import Grid
 
 __all__ = ["LARGEST_CORRECTION", "Value"]
 
@@ -25,7 +25,7 @@ class Value:
 
     Args:
         name: unique in a run.
-        spread: alpha in [0, 1).
+        grid: of multipliers; a number is the spread of an even one.
         scale: what corrections and multipliers do to it; default: log, without bounds.
         rate, valid_on_train_loss: as in `KnobSpec`.
         scheduled: [cell]: the schedule's first values.
@@ -50,16 +50,16 @@ class Value:
     def __init__(
         self,
         name: str,
-        spread: float,
+        grid: Grid | float,
         scale: Scale | None = None,
         *,
         rate: bool = True,
         valid_on_train_loss: bool = True,
         scheduled: Sequence[Any] = (1.0,),
     ) -> None:
-        spread = check_spread(spread)
-        self.spec = KnobSpec(name, spread, scale or Scale(), rate, valid_on_train_loss)
-        self.name, self.spread, self.scale = name, spread, self.spec.scale
+        grid = grid if isinstance(grid, Grid) else Grid(grid)
+        self.spec = KnobSpec(name, grid, scale or Scale(), rate, valid_on_train_loss)
+        self.name, self.grid, self.scale = name, grid, self.spec.scale
         self.scheduled = self.left = list(scheduled)
         self.note_peaks()
 
@@ -93,6 +93,15 @@ class Value:
         """Take the ratios of cells from their peaks, which may have changed."""
         peaks = self.peaks()
         self._ratios = [peak / peaks[0] if peaks[0] > 0 else 1.0 for peak in peaks]
+
+    def points(self, count: int) -> list[float]:
+        """The multipliers of its grid, of so many replicas, in order; NaN for a value that none
+        leads to."""
+        points = self.grid.points(count)
+        if self.grid.values is None:
+            return points
+        peak = self.peaks()[0]
+        return [self.scale.multiplier_to(value, peak) for value in points]
 
     def acting(self, multiplier: float, cell: int = 0) -> float:
         """The multiplier that acts on the base value of a cell; another one than the given where a

@@ -84,10 +84,8 @@ class Prepared(Adapter, StandIn):
         self.ensembles, self.inner, self.scaler = [ensemble], ensemble, accelerator.scaler
         self.without_sync = partial(accelerator.no_sync, model)
         self._is_local = ensemble.sync.gradients == "local" and ensemble.replicas.count > 1
-        trial = ensemble.search
-        if trial is not None and trial.budget != 0:
-            trial.scaler = trial.scaler or self.scaler
-            self._clip, trial.before_step = trial.before_step, self.clip_gradients
+        if ensemble.search is not None:
+            ensemble.search.framework = self
         self._user_log = ensemble.report_to(self.tell, self._log_record)
         accelerator.register_for_checkpointing(self)
         accelerator.register_save_state_pre_hook(self._before_save)
@@ -126,10 +124,9 @@ class Prepared(Adapter, StandIn):
             self.losses_of(self.model, part).mean() / self.accelerator.gradient_accumulation_steps
         )
 
-    def clip_gradients(self) -> None:
-        if self._clip is not None:
-            with leave_scaled(self.accelerator):
-                self._clip()
+    def prepare_step(self, own: Callable[[], object] | None) -> None:
+        with leave_scaled(self.accelerator):
+            super().prepare_step(own)
 
     # -- where others look -------------------------------------------------------------------------
 

@@ -77,6 +77,12 @@ class Adapter:
     def clip_gradients(self) -> None:
         """Do what the framework does between backward and step, also in an arm of a trial."""
 
+    def prepare_step(self, own: Callable[[], object] | None) -> None:
+        """`clip_gradients` of an arm, then the search's ``own`` ``before_step``."""
+        self.clip_gradients()
+        if own is not None:
+            own()
+
     def begin_averages(self) -> None:
         """Begin averages of weights that the framework keeps with those that are in place."""
 
@@ -99,13 +105,18 @@ class Adapter:
 
         Raises:
             ValueError: one search or controller for several optimizers; the trial of an
-                AutoLR, where none can be made; states of other optimizers.
+                AutoLR, where none can be made; states of other optimizers. It can be called again
+            then.
         """
         self._model, self._logs, self._settings = model, logs, settings
-        self.ensembles = [
-            self._make(optimizer, of) for optimizer, of in zip(optimizers, settings, strict=True)
-        ]
-        self.load_states(self.saved_states)
+        self.ensembles = []
+        with ExitStack() as refused:
+            refused.callback(self.ensembles.clear)
+            refused.callback(self.close)
+            for optimizer, of in zip(optimizers, settings, strict=True):
+                self.ensembles.append(self._make(optimizer, of))
+            self.load_states(self.saved_states)
+            refused.pop_all()
         self.saved_states = ()
 
     def _make(self, optimizer: Optimizer, settings: Mapping[str, Any]) -> Ensemble:
@@ -131,10 +142,8 @@ class Adapter:
                 )
             if obstacle is not None:
                 raise ValueError(f"AutoLR {obstacle}")
-            search.before_step = partial(_call_in_turn, self.clip_gradients, search.before_step)
-            search.scaler = search.scaler or self.scaler
         if search is not None:
-            search.on_restart = partial(_call_in_turn, self.begin_averages, search.on_restart)
+            search.framework = self
         ensemble = Ensemble(optimizer, **made)
         ensemble.report_to(self.tell)
         return ensemble
@@ -296,11 +305,6 @@ def skip_backward() -> AbstractContextManager[Any]:
     off, as they are when an arm is scored."""
     is_training = torch.is_grad_enabled()
     return nullcontext() if is_training else mock.patch.object(torch.Tensor, "backward")
-
-
-def _call_in_turn(*calls: Callable[[], object] | None) -> None:
-    for call in filter(None, calls):
-        call()
 
 
 @contextmanager

@@ -250,7 +250,8 @@ class HdetCallback(Adapter, _Callback):
         """See `Adapter.converge`; of averages that other callbacks keep, too."""
         super().converge()
         for ensemble in self.ensembles[:1]:
-            if ensemble.sync.gradients != "local" and not any(k.spread > 0 for k in ensemble.knobs):
+            explores = any(knob.grid.explores for knob in ensemble.knobs)
+            if ensemble.sync.gradients != "local" and not explores:
                 continue  # replicas never differ
             for callback in self._averaging():
                 module = callback._average_model

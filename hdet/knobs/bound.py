@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from operator import is_
 from typing import Any, Protocol
@@ -14,10 +14,11 @@ import torch
 from torch.optim import Optimizer
 
 from ..core.scale import Scale
+from ..core.spread import Grid
 from ..core.value import Value
 from .cells import Cell, close, content
 
-__all__ = ["BoundKnob", "Bounds", "Knob", "Meaning", "scale_of"]
+__all__ = ["BoundKnob", "Bounds", "Explored", "Knob", "Meaning", "scale_of"]
 
 Bounds = tuple[float, float] | None
 """(low, high), hard for the base value and for every replica's; None: none."""
@@ -35,6 +36,39 @@ class Knob(Protocol):
         Reads, and writes nothing. Raises ValueError for what is not there or cannot be explored.
         """
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explored:
+    """What all knobs take in the place of ``spread``; one of them at most.
+
+    Args:
+        values: the base values that are tried while the schedule is at its peak, such as
+            ``[1e-3, 5e-4]``: each by an equal part of the replicas, drawn again for each cycle.
+            Elsewhere, and once the base value has moved, their ratios to it stay.
+        multipliers: the same as multiples of the base value.
+        ratio: above 1: multipliers are even in the logarithm, from 1 / ratio to ratio.
+
+    Example::
+
+        knobs = [hdet.LearningRate(ratio=5)]
+        ensemble = hdet.Ensemble(optimizer, scheduler, knobs=knobs)
+    """
+
+    values: Sequence[float] | None = None
+    multipliers: Sequence[float] | None = None
+    ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.grid
+
+    @property
+    def grid(self) -> Grid:
+        """Raises ValueError if there are several, or one that cannot be used."""
+        own: Any = self
+        grid = Grid(0.0, self.ratio, self.multipliers, self.values)
+        is_default = own.spread == type(own).spread and grid.explores
+        return grid if is_default else replace(grid, spread=own.spread)
 
 
 @dataclass(frozen=True)
@@ -78,7 +112,7 @@ class BoundKnob(Value):
     value.
 
     Args:
-        name, spread, scale: as for `Value`.
+        name, grid, scale: as for `Value`.
         cells: at least one.
         meaning: of differences between replicas; default: `Meaning()`.
         key: of a parameter group, "" otherwise.
@@ -100,7 +134,7 @@ class BoundKnob(Value):
     def __init__(
         self,
         name: str,
-        spread: float,
+        grid: Grid | float,
         cells: Sequence[Cell],
         scale: Scale | None = None,
         meaning: Meaning | None = None,
@@ -112,7 +146,7 @@ class BoundKnob(Value):
         for value in scheduled:
             _check_first(value, name, scale, self.meaning)
         super().__init__(
-            name, spread, scale, rate=key == "lr", valid_on_train_loss=is_valid, scheduled=scheduled
+            name, grid, scale, rate=key == "lr", valid_on_train_loss=is_valid, scheduled=scheduled
         )
         self.take_schedule()
         self.is_neutral = not scale.bounded

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..core.scale import Scale
+from ..core.spread import Grid
 from .bound import BoundKnob, Knob, Meaning
 from .cells import group_cell
 
@@ -19,7 +20,7 @@ class GroupKnob(BoundKnob):
     """One key of some parameter groups.
 
     Args:
-        name, spread, scale, meaning: as for `BoundKnob`.
+        name, grid, scale, meaning: as for `BoundKnob`.
         optimizer: whose groups they are.
         key: of the groups.
         indices: the numbers of the groups.
@@ -29,7 +30,7 @@ class GroupKnob(BoundKnob):
     def __init__(
         self,
         name: str,
-        spread: float,
+        grid: Grid | float,
         optimizer: Optimizer,
         key: str,
         indices: Sequence[int],
@@ -40,7 +41,7 @@ class GroupKnob(BoundKnob):
     ) -> None:
         self.optimizer, self.indices, self.entry = optimizer, list(indices), entry
         cells = [group_cell(optimizer, i, key, entry) for i in indices]
-        super().__init__(name, spread, cells, scale, meaning, key=key)
+        super().__init__(name, grid, cells, scale, meaning, key=key)
 
     def read(self) -> list[Any]:
         values, groups = [], self.optimizer.param_groups

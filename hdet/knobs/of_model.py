@@ -12,8 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from ..core.scale import Scale
-from ..core.spread import check_spread
-from .bound import BoundKnob, Bounds, Meaning, scale_of
+from .bound import BoundKnob, Bounds, Explored, Meaning, scale_of
 from .cells import Cell, attribute_cell, call_cell, item_cell
 
 __all__ = ["Dropout", "LabelSmoothing", "LossWeights", "Scalar", "Temperature"]
@@ -28,10 +27,10 @@ def _forward_knob(
 ) -> BoundKnob:
     """Acts inside ``explore()``. Raises as `BoundKnob`.
 
-    ``knob`` has spread and bounds, and, where it may be linear, scale and unit.
+    ``knob`` has bounds, and, where it may be linear, scale and unit.
     """
     scale = _scale(name, getattr(knob, "scale", "log"), getattr(knob, "unit", None), knob.bounds)
-    return BoundKnob(name, knob.spread, cells, scale, meaning)
+    return BoundKnob(name, knob.grid, cells, scale, meaning)
 
 
 def _scale(name: str, kind: str, unit: float | None, bounds: Bounds) -> Scale:
@@ -51,7 +50,7 @@ def _held(value: float) -> Cell:
 
 
 @dataclass(frozen=True)
-class Scalar:
+class Scalar(Explored):
     """A scalar that the forward pass, the loss or the loop reads, explored inside ``with
     ensemble.explore():``.
 
@@ -106,7 +105,7 @@ class Scalar:
     value: float | None = None
 
     def __post_init__(self) -> None:
-        check_spread(self.spread)
+        super().__post_init__()
         _scale(self.name, self.scale, self.unit, self.bounds)
         if len({self.get is None, self.set is None, self.value is not None}) > 1:
             raise ValueError(
@@ -129,7 +128,7 @@ class Scalar:
 
 
 @dataclass(frozen=True)
-class Dropout:
+class Dropout(Explored):
     """The dropout rates of a model, moved together by one knob named ``name``.
 
     ``modules`` None: of everything of torch's that has one above 0 (nn.Dropout in all dimensions,
@@ -194,7 +193,7 @@ def _rate_of(module: nn.Module) -> float | None:
 
 
 @dataclass(frozen=True)
-class LabelSmoothing:
+class LabelSmoothing(Explored):
     """Label smoothing: of an nn.CrossEntropyLoss (its ``label_smoothing``), or a number to begin
     with, read by ``ensemble.value("label_smoothing")`` where the loss is computed.
 
@@ -231,7 +230,7 @@ class LabelSmoothing:
 
 
 @dataclass(frozen=True)
-class LossWeights:
+class LossWeights(Explored):
     """Weights of the tasks of one objective: a dict from task to number, which the loss reads.
 
     One knob for each of ``tasks`` (default: all), named ``"loss_weight/<task>"``.
@@ -266,7 +265,7 @@ class LossWeights:
 
 
 @dataclass(frozen=True)
-class Temperature:
+class Temperature(Explored):
     """A temperature of the model, such as attention's: the number or 0-d tensor ``attribute`` of
     all modules of ``model`` that have it.
 

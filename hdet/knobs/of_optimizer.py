@@ -12,9 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from ..core.scale import Scale
-from ..core.spread import check_spread
 from ..rules import RULES
-from .bound import BoundKnob, Bounds, Meaning, scale_of
+from .bound import BoundKnob, Bounds, Explored, Meaning, scale_of
 from .cells import attribute_cell
 from .groups import GroupKnob, ProductKnob
 from .of_model import Scalar
@@ -40,7 +39,7 @@ _COUPLED = (
 """torch's optimizers whose weight decay is part of the gradient, unless a group says otherwise."""
 
 
-class _OfGroups:
+class _OfGroups(Explored):
     """What knobs of parameter groups share.
 
     Each has these arguments: ``spread``, alpha in [0, 1); ``groups``, see `LearningRate`;
@@ -54,7 +53,7 @@ class _OfGroups:
     bounds: Bounds
 
     def __post_init__(self) -> None:
-        check_spread(self.spread)
+        super().__post_init__()
         if isinstance(self.groups, str) and self.groups != "each":
             raise ValueError(
                 "groups must be None, 'each' or a list of group names or indices, got "
@@ -92,7 +91,7 @@ class _OfGroups:
                 usable = [_chosen(group, labels, usable, name) for group in self.groups]
             chosen = [(f"{name}/{labels[i]}", [i]) for i in usable]
         return [
-            kind(label, self.spread, optimizer, key, indices, self._scale(), meaning, entry=entry)
+            kind(label, self.grid, optimizer, key, indices, self._scale(), meaning, entry=entry)
             for label, indices in chosen
         ]
 
@@ -310,7 +309,7 @@ class GroupValue(_OfGroups):
 
 
 @dataclass(frozen=True)
-class ClipNorm:
+class ClipNorm(Explored):
     """The norm that gradients are clipped to.
 
     ``value`` None: ``max_grad_norm`` of one of hdet's fused optimizers, which clips inside its
@@ -332,7 +331,7 @@ class ClipNorm:
     bounds: Bounds = None
 
     def __post_init__(self) -> None:
-        check_spread(self.spread)
+        super().__post_init__()
         scale_of(self.bounds)
 
     def bind(self, optimizer: Optimizer) -> list[BoundKnob]:
@@ -340,7 +339,8 @@ class ClipNorm:
         if self.value is not None:
             knob = Scalar(
                 "clip_norm", spread=self.spread, bounds=self.bounds, valid_on_train_loss=True,
-                on_gradients=True, value=self.value,
+                on_gradients=True, value=self.value, values=self.values,
+                multipliers=self.multipliers, ratio=self.ratio,
             )  # fmt: skip
             return knob.bind(optimizer)
         norm = getattr(optimizer, "max_grad_norm", None)
@@ -353,4 +353,4 @@ class ClipNorm:
         cells = [attribute_cell(optimizer, "max_grad_norm")]
         meaning = Meaning(valid_on_train_loss=True, moments_diverge=True)
         scale = scale_of(self.bounds)
-        return [BoundKnob("clip_norm", self.spread, cells, scale, meaning, key="max_grad_norm")]
+        return [BoundKnob("clip_norm", self.grid, cells, scale, meaning, key="max_grad_norm")]

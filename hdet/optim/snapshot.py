@@ -3,14 +3,18 @@ and in a trial."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Adagrad, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..kernels.numbers import value_of
 from ..rules import RULES
@@ -43,6 +47,7 @@ __all__ = [
     "Masters",
     "OwnData",
     "Snapshot",
+    "attach_hook",
     "beside",
     "forget_states",
     "in_train_mode",
@@ -178,6 +183,28 @@ def in_train_mode(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         inner.eval()
+
+
+def attach_hook(
+    register: Callable[[Any], RemovableHandle], hook: Callable[..., Any]
+) -> Callable[[], object]:
+    """Registers a hook and returns what removes it. A method's object is not kept alive by it.
+
+    torch's own handle cannot remove it where the garbage collector frees a run: weak references,
+    of which it is one, are cleared before anything else."""
+    handle = register(_weak(hook) if isinstance(hook, MethodType) else hook)
+    hooks: Any = handle.hooks_dict_ref()
+    return partial(hooks.pop, handle.id, None)
+
+
+def _weak(method: MethodType) -> Callable[..., Any]:
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        found = reference()
+        return None if found is None else found(*args)
+
+    return call
 
 
 @contextmanager

@@ -74,6 +74,9 @@ def compare(entries: Entries, group: dist.ProcessGroup, device: torch.device) ->
         first = _first_holders(marks)
         values = {r: told[first[mark]].get(name) for r, mark in marks.items() if mark in first}
         part, values = _narrowed(name, values)
+        if not all(isinstance(value, dict) for value in values.values()):  # or what has settings
+            values = {r: value.get("name", value) if isinstance(value, dict) else value
+                      for r, value in values.items()}  # fmt: skip
         texts = {rank: shortened(str(value), 60) for rank, value in values.items()}
         problems.append(f"{part} differs between ranks: {who_has(texts)}")
     raise ReplicaDisagreement(

@@ -35,6 +35,7 @@ __all__ = [
     "choose_design",
     "doubts",
     "wrong_for_controller",
+    "wrong_grids",
     "wrong_settings",
 ]
 
@@ -207,6 +208,52 @@ def wrong_settings(run: Setup) -> Iterator[str]:
         )
 
 
+def wrong_grids(run: Setup) -> Iterator[str]:
+    """Can each knob have the multipliers that it asks for? Peaks are known as well as they will
+    be."""
+    count = run.replicas.count
+    for knob in run.knobs:
+        grid, name, listed = knob.grid, repr(knob.name), list(knob.grid.listed)
+        if grid.spread > 0 or not grid.explores:
+            continue
+        if run.design == "orthogonal":
+            yield f"design is 'orthogonal', which knows spreads only: give {name} a spread"
+        # The mean of the replicas is the trajectory at the base values where multipliers add up
+        # to N only.
+        if run.sync.converge.needs_rates_only:
+            yield f"converge is ExactLocal(), for which {name} needs a spread: or use Plain()"
+        if listed and count % len(listed):
+            yield (
+                f"{name} has {len(listed)} values or multipliers for {count} "
+                f"replica{'s' * (count > 1)}: each is for an equal part of them, so give a divisor "
+                f"of {count}, or start a multiple of {len(listed)} replicas"
+            )
+        if grid.values is None:
+            continue
+        peaks = sorted({f"{peak:g}" for peak in knob.peaks()})
+        if len(peaks) > 1:
+            yield (
+                f"{name} has values, and stands at {', '.join(peaks)} in different places: give "
+                "multiples of these by multipliers=, or explore each by itself (groups='each')"
+            )
+        if run.search is not None:
+            yield (
+                f"{name} has values, and a search will move its base value, and with it what "
+                "replicas try: give multiples by multipliers=, or leave the search out"
+            )
+        wrong = [
+            value
+            for value, rho in zip(listed, knob.points(len(listed)), strict=True)
+            if not rho > 0 or knob.scale.hold(value) != value
+        ]
+        if wrong:
+            yield (
+                f"{name} has the values {listed}, and {wrong[0]!r} cannot be reached from its base "
+                f"value {peaks[0]}: values are above 0 and within bounds (on a linear scale less "
+                "than a unit below the base value)"
+            )
+
+
 def _wrong_moments(run: Setup) -> Iterator[str]:
     """What becomes of the optimizer's state, where replicas may have different ones."""
     optimizer, moments, shares = run.optimizer, run.sync.moments, run.sync.gradients == "shared"
@@ -265,10 +312,16 @@ def wrong_for_controller(run: Setup) -> Iterator[str]:
     if run.controller is None or not run.controller.regresses or count == 1 or not run.explored:
         return
     for knob in run.knobs:
-        if knob.spread == 0:
+        if not knob.grid.explores:
             yield (
                 f"the knob {knob.name!r} has spread 0, so no regression over replicas can tell it "
                 "from the others, and none would move: give it a spread, or leave it out"
+            )
+        if knob.grid.listed:
+            yield (
+                f"the knob {knob.name!r} has values or multipliers of its own, and the controller "
+                f"{run.controller.name!r} takes the slope of a line through all replicas, which "
+                "says nothing about the base value there: use BestValueController(), or a spread"
             )
     if len(names) > count - 1:
         yield (

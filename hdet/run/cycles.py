@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -47,6 +47,7 @@ class Cycles:
         fan_out: puts multipliers into the optimizer's step.
         agreement: sees the parameters before the first step.
         guard: put, with a name, around what communicates.
+        attached: is given what undoes each change to what the user has made.
     """
 
     def __init__(
@@ -55,13 +56,14 @@ class Cycles:
         fan_out: FanOut,
         agreement: Agreement,
         guard: Guard,
+        attached: ExitStack,
     ) -> None:
         self.engine, self.schedule, self.search = run.engine, run.schedule, run.search
         self.fan_out, self._agreement = fan_out, agreement
         self.replicas, self._divergence = run.replicas, run.divergence
-        self._guard, self.measurements = guard, Measurements(run, guard)
-        # It may keep a second set of parameters in the optimizer, so nothing is refused after it.
+        self._guard, self.measurements = guard, Measurements(run, guard, attached)
         self.parameters = parameters = ReplicaParameters(run)
+        attached.callback(parameters.average.close)
         self.losses = [LossMeter(parameters.device) for _ in run.replicas.local]
         """[local replica]: since the running cycle began."""
         self._is_local, self._times_device = run.is_local, run.log is not None
@@ -101,15 +103,6 @@ class Cycles:
         self.parameters.on_cycle_start()
         if self.search is not None:
             self.search.before_first_step()
-
-    def close(self) -> None:
-        """The end of the run, and of what looks at it."""
-        self.measurements.release()
-        if self.search is not None:
-            self.search.close()
-        self.fan_out.close()
-        self.parameters.average.close()
-        self.replicas.detach()
 
     def reset_losses(self) -> None:
         for meter in self.losses:
@@ -168,6 +161,7 @@ class Cycles:
             self.parameters.note_restore()
         self.note_average()
         self.engine.level = None
+        self.engine.restart()
         self.reset_losses()
 
     def note_load(self) -> None:
@@ -270,7 +264,7 @@ class Cycles:
         forward = [knob for knob in self.schedule.knobs if knob.meaning.acts == "forward"]
         if self.has_explored or not self.engine.explores:
             return
-        if any(knob.spread > 0 for knob in forward):
+        if any(knob.grid.explores for knob in forward):
             note = (
                 f"the replicas did not differ in {', '.join(knob.name for knob in forward)}: run "
                 "forward, backward and clipping inside `with ensemble.explore():`"
@@ -309,16 +303,17 @@ class Cycles:
     ) -> CycleOutcome:
         """The controller's decisions."""
         engine, schedule = self.engine, self.schedule
-        engine.accept(verdict.level, self.replicas.count - len(verdict.healthy))
         voting = {
             name: [row if vote else None for row, vote in zip(rows, stats.votes, strict=True)]
             for name, rows in measured.items()
         }
         schedule.write()  # the base values of the next step
-        return engine.close(
+        outcome = engine.close(
             stats.losses, voting, step=schedule.step, local=self._is_local,
             is_search_over=self.search is None or self.search.done,
         )  # fmt: skip
+        engine.accept(verdict.level, self.replicas.count - len(verdict.healthy))
+        return outcome
 
     def _all_diverged(self, why: str) -> ReplicasDiverged:
         return ReplicasDiverged(

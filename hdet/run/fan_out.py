@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..core.validate import warn
 from ..knobs import BoundKnob
-from ..optim.snapshot import without_hooks
+from ..optim.snapshot import attach_hook, without_hooks
 from ..tensors.dtensor import gradient_norm
 from .setup import Setup
 
@@ -61,7 +62,7 @@ class FanOut:
         self._is_first_step = True  # of a cycle, or after an average
         self._passes = False  # is the optimizer's step its own: within one, or `aside`?
         self._moves = False  # does any knob have another value in a step?
-        self._wait_for_state: Callable[[], None] = _do_nothing  # ends the waiting
+        self._wait_for_state: Callable[[], object] = _do_nothing  # ends the waiting
         self._rates = [knob for knob in self.knobs if knob.key == "lr"]
         self._are_rates_bounded = self.is_fused and any(k.scale.bounded for k in self._rates)
         in_step = [knob for knob in self.knobs if knob.meaning.acts == "step"]
@@ -79,14 +80,15 @@ class FanOut:
         @functools.wraps(inner)
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             # Whoever has looked this up may still call it when another Ensemble has followed.
-            driver: FanOut | None = optimizer._hdet_fan_out
+            driver: FanOut | None = optimizer._hdet_fan_out and optimizer._hdet_fan_out()
             return inner(*args, **kwargs) if driver is None else driver.step(inner, *args, **kwargs)
 
         # A bound method, because torch's schedulers take step.__func__ when they wrap it in turn.
         self._wrapper = optimizer.step = types.MethodType(step, optimizer)
         optimizer.add_param_group = _refuse_group
-        optimizer._hdet_fan_out = self
-        self._check = optimizer.register_step_post_hook(self._check_not_bypassed)
+        # Nobody but the Ensemble holds this object, so that dropping it is enough.
+        optimizer._hdet_fan_out = weakref.ref(self)
+        self._stop_checks = attach_hook(optimizer.register_step_post_hook, _check_not_bypassed)
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -184,20 +186,6 @@ class FanOut:
         finally:
             self._passes = before
 
-    def _check_not_bypassed(self, *_: Any) -> None:
-        """A step has ended.
-
-        Raises RuntimeError for one that came by another way than the wrapper.
-        """
-        if not self._passes and not self._is_of_a_library():
-            raise RuntimeError(
-                "this step went past the Ensemble that drives this "
-                f"{type(self.optimizer).__name__}: it was done at base values, and no cycle would "
-                "ever count it. Its `step` was looked up (captured, compiled, or wrapped by a "
-                "profiler or another library) before the Ensemble was made: make the Ensemble "
-                "first, or look optimizer.step up again after it"
-            )
-
     def _norm(self) -> torch.Tensor:
         return gradient_norm(p for group in self.optimizer.param_groups for p in group["params"])
 
@@ -227,14 +215,17 @@ class FanOut:
         """Replicas have been averaged: they are equal until the next step."""
         self.moved, self._is_first_step = False, True
 
-    def note_load(self, rewrite: Callable[[], None]) -> None:
+    def note_load(self) -> None:
         """Parameters may have been loaded: nothing is known of them, and earlier steps do not
         count.
-        If the optimizer's state is loaded later, ``rewrite`` puts this run's values back."""
+        If the optimizer's state is loaded later, this run's values are put back."""
         self.moved, self._is_first_step, self.stepped = True, True, False
         self._wait_for_state()
-        hook = self.optimizer.register_load_state_dict_post_hook(lambda _: rewrite())
-        self._wait_for_state = hook.remove
+        register = self.optimizer.register_load_state_dict_post_hook
+        self._wait_for_state = attach_hook(register, self._write)
+
+    def _write(self, *_: Any) -> None:
+        self.schedule.write()
 
     @contextmanager
     def exploring(self, slot: int, which: Callable[[BoundKnob], bool]) -> Iterator[None]:
@@ -264,7 +255,7 @@ class FanOut:
         turn it stays without effect."""
         self.assign(*[[1.0] * len(self.knobs)] * len(self.multipliers))
         self._on_cycle_start = _do_nothing  # the parts of the run hold this object in turn
-        self._check.remove()
+        self._stop_checks()
         self._wait_for_state()
         optimizer: Any = self.optimizer
         del optimizer.add_param_group
@@ -278,6 +269,21 @@ class FanOut:
 
 def _do_nothing() -> None:
     pass
+
+
+def _check_not_bypassed(optimizer: Any, *_: Any) -> None:
+    """A step has ended.
+
+    Raises RuntimeError for one that came by another way than the wrapper.
+    """
+    driver: FanOut | None = optimizer._hdet_fan_out()
+    if driver is not None and not driver._passes and not driver._is_of_a_library():
+        raise RuntimeError(
+            f"this step went past the Ensemble that drives this {type(optimizer).__name__}: it was "
+            "done at base values, and no cycle would ever count it. Its `step` was looked up "
+            "(captured, compiled, or wrapped by a profiler or another library) before the Ensemble "
+            "was made: make the Ensemble first, or look optimizer.step up again after it"
+        )
 
 
 def _refuse_group(param_group: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -21,12 +21,18 @@ class Measurements:
     Args:
         run: whose controller has them.
         guard: is put, with a name, around what communicates.
+        attached: is given what releases them.
 
     Raises:
         ValueError: something cannot be measured in this run.
     """
 
-    def __init__(self, run: Setup, guard: Callable[[str], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        run: Setup,
+        guard: Callable[[str], AbstractContextManager[None]],
+        attached: ExitStack,
+    ) -> None:
         self._engine, self._guard, controller = run.engine, guard, run.controller
         self._all: Mapping[str, Measurement] = {} if controller is None else controller.measurements
         sets = run.replicas.sets(run.trained)
@@ -35,12 +41,12 @@ class Measurements:
         watched = Watched(run.optimizer, sets, masters, run.engine.clock)
         for measurement in self._all.values():
             measurement.watch(watched)
+            attached.callback(measurement.release)
 
     # -- a cycle, in this order --------------------------------------------------------------------
 
-    def release(self, keep: Sequence[str] = ()) -> None:
-        """All but those that the plan of a cycle that begins names; where the Ensemble is closed,
-        all."""
+    def release(self, keep: Sequence[str]) -> None:
+        """All but those that the plan of a cycle that begins names."""
         for name, measurement in self._all.items():
             if name not in keep:
                 measurement.release()

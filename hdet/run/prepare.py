@@ -45,8 +45,10 @@ def prepare(given: Setup) -> Setup:
     if run.total_steps is not None:
         whole(run.total_steps, "total_steps", of="steps")
     schedule = Schedule(run.scheduler, run.knobs, run.total_steps)
-    if run.moves_values and run.scheduler is not None:
+    needs_peaks = run.moves_values or any(knob.grid.values for knob in run.knobs)
+    if needs_peaks and run.scheduler is not None:
         schedule.simulate(optimizer, [(run.scheduler, 1)])
+    refuse(rules.wrong_grids(run))
     schedule.doubt = find_lost_state(optimizer, run.scheduler, run.search is not None)
     length = schedule.total_steps
     if given.sync is None and length and run.search is not None and run.controller is None:
@@ -72,8 +74,8 @@ def _with_engine(run: Setup) -> Setup:
     for message in rules.doubts(run):
         warn(message)
     check_disjoint(run.knobs, tensors=run.moves_values or engine.explores)
+    engine.is_searching = searches and engine.step == 0  # else the first steps are over
     if engine.step:
         engine.restart()
-    engine.is_searching = searches and engine.step == 0  # else the first steps are over
     engine.multipliers()  # refuses a plan of another run
     return replace(run, engine=engine, facts=facts)

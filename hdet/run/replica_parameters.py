@@ -36,12 +36,13 @@ class ReplicaParameters:
             run.tensors, run.replicas, run.optimizer, self.masters[0], run.sync.bucket_bytes,
             run.sync.gradients,
         )  # fmt: skip
-        self.average: Averager = (
-            _CoresidentAverager(task) if len(slots) > 1 else run.sync.converge.build(task)
-        )
         self.moments = Moments(run.sync.moments, run.optimizer, run.replicas, run.sync.bucket_bytes)
         kept_on = run.divergence.rollback
         self._starts = None if kept_on is None else CycleStarts(run.tensors, run.optimizer, kept_on)
+        # It may keep a second set of parameters in the optimizer, so nothing is refused after it.
+        self.average: Averager = (
+            _CoresidentAverager(task) if len(slots) > 1 else run.sync.converge.build(task)
+        )
 
     @property
     def device(self) -> torch.device:

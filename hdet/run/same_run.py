@@ -19,7 +19,6 @@ from ..core.validate import warn
 from ..optim.schedule_free import COUNTED
 from ..replicas.agreement import compare, digest
 from ..tensors.dtensor import local_parts
-from ..trial.auto import AutoLR
 from .mistakes import refuse_join
 from .setup import Setup
 
@@ -123,13 +122,28 @@ class Agreement:
             "sync": {name: getattr(self._run.sync, name) for name in _OF_SYNC},
             "divergence": self._run.divergence,
             "knobs": {knob.name: knob for knob in engine.knobs},
-            "search": self._run.search,
+            "search": self._of_search(),
             "controller": engine.controller,
-            "state": engine.state_dict(),
-            "state of the search": self._run.search and self._run.search.state_dict(),
+            "state": {**engine.state_dict(), "is_searching": None},  # follows from the search's
             "corrections": self._run.schedule.corrections(),
             "scheduler": self._of_scheduler(of_groups=False),
             "whether its peak is known": not self._run.schedule.doubt,
+        }
+
+    def _of_search(self) -> dict[str, Any] | None:
+        """Its settings, and of functions and objects whether they are given."""
+        search = self._run.search
+        if search is None:
+            return None
+        settings = ("budget", "place", "spread_arms", "report_only", "total_steps")
+        given = {"before_step": search.before_step, "scaler": search.scaler_in_use,
+                 "val_batches": search.best_weights}  # fmt: skip
+        return {
+            "name": search.name,
+            **{name: getattr(search, name) for name in settings},
+            **{name: None if value is None else "given" for name, value in given.items()},
+            "is_searching": self._run.engine.is_searching,
+            "what it has measured": search.state_dict(),
         }
 
     def _of_peers(self) -> dict[str, Any]:
@@ -201,9 +215,9 @@ def _kind(thing: Any) -> str:
 
 def _plain(value: Any) -> Any:
     """Nested dicts and lists of numbers and text; of everything else the class, because a repr may
-    hold an address. Of a search or controller the settings, and those of controllers in it: what it
-    keeps for itself may depend on the step, which scalers skip rank by rank."""
-    if isinstance(value, (Controller, AutoLR)):
+    hold an address. Of a controller the settings, and those of controllers in it: what it keeps for
+    itself may depend on the step, which scalers skip rank by rank."""
+    if isinstance(value, Controller):
         kinds = (int, float, str, tuple, type(None))
         own = {
             name: held

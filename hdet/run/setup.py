@@ -53,7 +53,7 @@ class Setup:
     @property
     def explored(self) -> list[Any]:
         """The knobs in which replicas can differ."""
-        return [knob for knob in self.knobs if knob.spread > 0]
+        return [knob for knob in self.knobs if knob.grid.explores]
 
     @property
     def moves_values(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
@@ -89,15 +90,24 @@ class Loop:
 
 
 def run_on_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
-    """``function(*args)`` in new processes with a gloo group; results by rank. All must pickle."""
-    spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(world, spawn) as pool:
+    """``function(*args)`` in new processes with a gloo group and the environment of torchrun;
+    results by rank. All must pickle."""
+    is_there = "forkserver" in multiprocessing.get_all_start_methods()
+    start: Any = multiprocessing.get_context("forkserver" if is_there else "spawn")
+    if is_there:  # which imports once for all
+        start.set_forkserver_preload(["torch.distributed", "torch._dynamo", "hdet.testing.runs"])
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(world, start) as pool:
         calls = [pool.submit(_on_rank, folder, r, world, function, args) for r in range(world)]
         return [call.result() for call in calls]
 
 
 def _on_rank(folder: str, rank: int, world: int, function: Callable[..., Any], args: Any) -> Any:
     torch.set_num_threads(1)
+    place = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1,
+    }  # fmt: skip
+    os.environ |= {name: str(value) for name, value in place.items()}
     store = dist.FileStore(str(Path(folder, "store")), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     result = function(*args)

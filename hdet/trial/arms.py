@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..knobs.cells import content, put
-from ..optim.snapshot import Snapshot
+from ..optim.snapshot import Snapshot, attach_hook
 from ..replicas.agreement import reachable
+from ..replicas.process_groups import own_group
 from ..tensors.dtensor import gradient_norm, local_parts
 from ..tensors.eval_mode import modes_kept, random_states_kept
 from ..tensors.profiling import ranged
+from .communication import Communication
 from .displacement import Displacement
 from .in_place import InPlace
 from .searched import Closure, Searched, losses_by, mean_of
@@ -38,7 +40,7 @@ class Beginning:
         self._run, self._steps = run, 0
         self._have_begun: Any = False  # perhaps a tensor on the device
         self._idle: Any = 0.0
-        self.close = run.optimizer.register_step_post_hook(self.note_gradients).remove
+        self.close = attach_hook(run.optimizer.register_step_post_hook, self.note_gradients)
         self.weights, self.displacement = run.take_snapshot(place), Displacement(run.weights)
 
     def note_gradients(self, *_: Any) -> None:
@@ -63,32 +65,47 @@ class Arms:
         begun: since when it has the arms' first weights.
         in_place: knows when an arm is in the run's place.
         before_step, scaler, place: as of `AutoLR`.
-        spread: does each replica train arms of its own, whose gradients are not averaged?
+        communication: notices what closure, before_step and the optimizer's step send.
     """
+
+    spread = False
+    """Does each replica train arms of its own?"""
 
     def __init__(
         self,
         run: Searched,
         begun: Beginning,
         in_place: InPlace,
-        before_step: Callable[[], object] | None,
+        before_step: Callable[[], object],
         scaler: Any,
         place: str,
-        spread: bool,
+        communication: Communication | None = None,
     ) -> None:
-        self.run, self.begun, self.spread, self._in_place = run, begun, spread, in_place
+        self.run, self.begun, self._in_place = run, begun, in_place
         self._before_step, self.scaler, self._place = before_step, scaler, place
         # Are gradients averaged here? None: not if the loop, and so before_step, does it.
         self._averages: bool | None = None
-        self._averaged = list[torch.Tensor]()
+        self._averaged, self._averagers = list[torch.Tensor](), run.replicas.peer_group
         is_alone = run.replicas.count == 1 or run.replicas.peer_group is None
-        self._is_shared = not (spread or is_alone) and run.shares_gradients
+        self._is_shared = not is_alone and run.shares_gradients
         if not self._is_shared:
             self._averages = False
         elif isinstance(run.model, DistributedDataParallel):
             self._averages = run.leaves_gradients
         self._needs_closure = False  # the optimizer's step, as SAM's
         self._own = Snapshot(run.parameters, run.optimizer, place, run.module)
+        self.communication = communication
+        self._watch = communication.watch if communication else nullcontext
+
+    def spread_over_replicas(self, sharers: Sequence[int]) -> None:
+        """From now on each replica trains arms of its own. ``sharers``: the replicas that train
+        the same ones as this one, with which gradients are averaged as before."""
+        self.spread = True
+        if self._averages and len(sharers) > 1:
+            peers = dist.get_process_group_ranks(self.run.replicas.peer_group)
+            self._averagers = own_group([peers[replica] for replica in sharers])
+        else:
+            self._is_shared, self._averages, self._averaged = False, False, []
 
     @contextmanager
     def keep_run(self) -> Iterator[None]:
@@ -114,7 +131,12 @@ class Arms:
 
     @ranged("hdet.trial.train")
     def train(
-        self, arm: Snapshot, closure: Closure, factor: float, may_skip: bool = False
+        self,
+        arm: Snapshot,
+        closure: Closure,
+        factor: float,
+        may_skip: bool = False,
+        is_kept: bool = True,
     ) -> torch.Tensor | None:
         """Makes one step of an arm on the current batch. Returns the mean loss before it; None
         where this rank sees none.
@@ -123,20 +145,23 @@ class Arms:
             factor: its rates, as a part of the peak of each group.
             may_skip: without a loss and gradients there is no step, as in a loop that leaves a
                 batch out.
+            is_kept: does the arm go on from here?
         """
         run = self.run
         run.restore(arm)
         with random_states_kept(run.module):
-            losses = self._backward(closure)
+            with self._watch():
+                losses = self._backward(closure)
             gradients = self._gradients(can_lack=may_skip and losses is None)
             if self._unscale(gradients) and gradients:
                 self.begun.note_gradients()
-                if self._before_step is not None:
+                with self._watch():
                     self._before_step()
-                with _rates_in_force(run, factor), run.aside():
-                    self._step(arm, closure)
+                    with _rates_in_force(run, factor), run.aside():
+                        self._step(arm, closure)
         run.clear_gradients()
-        arm.take()
+        if is_kept:
+            arm.take()
         return mean_of(losses)
 
     def share(self, arm: Snapshot | None, owner: int) -> Snapshot:
@@ -204,8 +229,8 @@ class Arms:
         lacks = not can_lack and all(p.grad is None for p in parameters)
         if self._averages and not self._averaged:  # on every rank the same ones
             own = torch.tensor([lacks, *(p.grad is not None for p in parameters)]).double()
-            own = own.to(reachable(replicas.peer_group, local_parts(parameters[:1])[0].device))
-            dist.all_reduce(own, group=replicas.peer_group)
+            own = own.to(reachable(self._averagers, local_parts(parameters[:1])[0].device))
+            dist.all_reduce(own, group=self._averagers)
             lacks, *counts = own.tolist()
             self._averaged = [p for p, n in zip(parameters, counts, strict=True) if n]
         if lacks:
@@ -223,8 +248,8 @@ class Arms:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             [gradient] = local_parts([parameter.grad])
-            dist.all_reduce(gradient, group=replicas.peer_group)
-            gradient.div_(replicas.count)
+            dist.all_reduce(gradient, group=self._averagers)
+            gradient.div_(dist.get_world_size(self._averagers))
         return [p.grad for p in parameters if p.grad is not None]
 
     def _unscale(self, gradients: Sequence[torch.Tensor]) -> bool:

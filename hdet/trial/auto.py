@@ -14,6 +14,7 @@ from ..core.validate import warn, within
 from .arms import Arms, Beginning
 from .best_weights import BestWeights
 from .budget import Budget
+from .communication import Communication
 from .in_place import InPlace
 from .rule import SCORES, STEPS, Arm, RateInterval, Trial
 from .searched import Closure, Searched
@@ -46,7 +47,8 @@ class AutoLR:
             Default: one trial in runs of 1 000 steps and more, which costs as much as about 155
             steps, at most 196.
         before_step: called between an arm's backward pass and its step, for what the loop does
-            there, such as clipping.
+            there, such as clipping. Where arms are spread, it sees the gradients of the arm's own
+            part of the batch, which are longer.
         on_restart: called on every rank when the first weights are back: for averages of weights
             that the loop keeps, which begin again (``averaged.n_averaged.zero_()``).
         scaler: the loop's GradScaler, under float16.
@@ -56,9 +58,13 @@ class AutoLR:
         val_batches: ``(loss_fn, batches)`` with ``loss_fn(model, batch)`` -> losses: held-out data
             by which the best weights of the run are kept, see `restore_best_weights`.
         spread_arms: does each replica train arms of its own, on its own part of the batch? Then a
-            trial takes less time (three replicas: 112 steps' worth for 196), and lowers a rate
-            only if it is far too high. Closure and before_step must not communicate then. It needs
-            DistributedDataParallel or local gradients, where it is the default.
+            trial costs fewer steps: about 112 on 2 replicas, 74 on 8. True needs local gradients,
+            or DistributedDataParallel (pass it as ``model``) without find_unused_parameters,
+            SyncBatchNorm and a scaler; and that closure, before_step and the optimizer's step send
+            nothing to other replicas. None: where all that holds, and either gradients are local
+            or a trial would cost more than 3 % of the run (less than 6 534 steps). Whether they
+            send is found out in the first step. It is not noticed of what goes past
+            torch.distributed's groups: pass False then.
         report_only: measure and report, and move nothing.
 
     Attributes:
@@ -87,6 +93,8 @@ class AutoLR:
     """
 
     name = "AutoLR"
+    framework: Any = None
+    """An `hdet.integrations.common.Adapter`, whose part comes before the user's functions."""
 
     def __init__(
         self,
@@ -127,12 +135,17 @@ class AutoLR:
         self._seconds, self._num_bytes = 0.0, 0  # of this rank: no settings, which ranks compare
         self.done = False
         self.report_only = report_only
-        self._repeats = 0
+        self._repeats, self._given_up = 0, ""
         self._run: Any = None  # a `Searched`, from `attach` on
         self._begun: Beginning | None = None
         self._steps: TrialSteps | OwnSteps | None = None
         self.in_place = InPlace()
         """Keeps others from seeing an arm of a trial in the run's place."""
+
+    @property
+    def scaler_in_use(self) -> Any:
+        """The user's, or the framework's."""
+        return self.scaler or (self.framework and self.framework.scaler)
 
     @property
     def seconds(self) -> float:
@@ -164,15 +177,15 @@ class AutoLR:
             raise ValueError("this AutoLR belongs to another run: make a new one for each")
         if self._budget.allows_trial:
             run.check()
-        if self.spread_arms and not run.can_spread(self.scaler):
+        if self.spread_arms and not run.can_spread(self.scaler_in_use):
             raise ValueError(
                 "spread_arms=True needs gradients that a trial can leave unreduced (pass the model "
                 "with its DistributedDataParallel to AutoLR, without find_unused_parameters), no "
                 "GradScaler and no SyncBatchNorm: leave spread_arms out"
             )
-        self._run = run
         if self.best_weights is not None:
             self.best_weights.attach(run, self.total_steps, self.place)
+        self._run = run
 
     def before_first_step(self) -> None:
         """The weights that are there are the first ones."""
@@ -189,7 +202,9 @@ class AutoLR:
             return None  # the search begins with the first step that has a rate
         run: Searched = self._run
         trial = Trial(run.rate, (Arm(run.rate),))
-        if self._steps or not run.find_doubt():
+        if self._given_up and isinstance(self._steps, TrialSteps):
+            run.replicas.meet("a trial that was given up")  # by all ranks, or others would wait
+        elif self._steps or not run.find_doubt():
             self._steps = self._steps or self._make_steps(self._begun, closure)
             measured = self._steps.after_step(closure, loss)
             if measured is None:
@@ -197,7 +212,8 @@ class AutoLR:
             trial, steps = measured, self._steps
             self.cost, self._seconds = self.cost + steps.cost, self._seconds + steps.seconds
             self._num_bytes = max(self._num_bytes, steps.num_bytes)
-        factor = self._decide(replace(trial, given_up=run.find_doubt() or trial.given_up))
+        given_up = self._given_up or run.find_doubt() or trial.given_up
+        factor = self._decide(replace(trial, given_up=given_up))
         self._has_restarted = factor < 1
         if factor < 1:
             run.restore(self._begun.weights)
@@ -209,11 +225,23 @@ class AutoLR:
         if closure is None or not self._budget.allows_trial:
             run.replicas.meet("a step without a closure")
             return OwnSteps(run, begun)
-        spread = not run.shares_gradients if self.spread_arms is None else self.spread_arms
-        spread = spread and run.replicas.count > 1 and run.can_spread(self.scaler)
+        may_spread = self.spread_arms
+        if may_spread is None:
+            may_spread = self._budget.is_dear or not run.shares_gradients
+        is_alone = run.replicas.peer_group is None
+        may_spread = may_spread and not is_alone and run.can_spread(self.scaler_in_use)
         self.in_place.watch([*run.module.modules(), run.optimizer])
-        given = self.before_step, self.scaler, self.place
-        return TrialSteps(Arms(run, begun, self.in_place, *given, spread))
+        given = self._prepare_step, self.scaler_in_use, self.place
+        is_checked = may_spread and self.spread_arms is None
+        communication = Communication(run.replicas) if is_checked else None
+        return TrialSteps(Arms(run, begun, self.in_place, *given, communication), may_spread)
+
+    def _prepare_step(self) -> None:
+        """Between an arm's backward pass and its step."""
+        if self.framework is not None:
+            self.framework.prepare_step(self.before_step)
+        elif self.before_step is not None:
+            self.before_step()
 
     def _decide(self, trial: Trial) -> float:
         given, measured_at = self.interval or trial, trial.rate
@@ -239,6 +267,17 @@ class AutoLR:
         restarts = f"; the run begins again with its first weights{self._advice}"
         return line + restarts * self._has_restarted
 
+    def give_up(self, why: str) -> None:
+        """Let a search that is under way move nothing. A trial ends with the next step."""
+        if not self.done and (self._begun is not None or self._repeats):
+            self._given_up = why
+
+    def note_restart(self) -> None:
+        """The first weights are in place again."""
+        if self.framework is not None:
+            self.framework.begin_averages()
+        self.on_restart()
+
     def note_save(self) -> None:
         """Warns if a run that is resumed from here is another one."""
         if self._steps is not None:
@@ -254,6 +293,16 @@ class AutoLR:
         if self._begun is not None:
             self._begun.close()
         self._steps = self._begun = None
+        self._given_up = ""
+
+    def detach(self) -> None:
+        """The run has ended. If nothing of it was measured, this is free for another one."""
+        has_measured = (
+            self._begun or self.interval or (self.best_weights and self.best_weights.steps)
+        )
+        self.close()
+        if not has_measured:
+            self._run, self.done = None, False
 
     @property
     def _budget(self) -> Budget:

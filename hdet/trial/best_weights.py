@@ -31,6 +31,7 @@ class BestWeights:
     Attributes:
         loss: the lowest held-out loss so far.
         step: optimizer steps of the run when it was measured; 0: not yet.
+        steps: those that were made.
 
     Raises:
         ValueError: another pair, no batch, or what can be read once only.
@@ -48,7 +49,7 @@ class BestWeights:
             )
         self.loss_fn, self.batches = pair
         self.loss, self.step = math.inf, 0
-        self._steps = 0
+        self.steps = 0
         self._weights: list[Any] = []
 
     def attach(self, run: Searched, total_steps: int | None, place: str) -> None:
@@ -71,12 +72,12 @@ class BestWeights:
 
     def after_step(self) -> None:
         """Evaluates, if it is time to."""
-        self._steps += 1
-        if self._steps % self._every:
+        self.steps += 1
+        if self.steps % self._every:
             return
         loss = self._held_out_loss()
         if loss < self.loss:
-            self.loss, self.step = loss, self._steps
+            self.loss, self.step = loss, self.steps
             self._weights = keep(self._run.parameters, self._on_host, self._weights)
             self._buffers.take()
 
@@ -104,12 +105,12 @@ class BestWeights:
 
     def state(self) -> list[float]:
         """The lowest loss so far (0: none), its step, and the steps of the run. Not the weights."""
-        return [self.loss if self.step else 0.0, self.step, self._steps]
+        return [self.loss if self.step else 0.0, self.step, self.steps]
 
     def load_state(self, state: Sequence[float]) -> None:
         """Goes on to count. Warns of best weights that are lost."""
         loss, step, steps = state
-        self._steps = int(steps)
+        self.steps = int(steps)
         if step:
             warn(
                 f"val_batches: the best weights so far (held-out loss {loss:.4g} at step {step:g}) "
@@ -118,4 +119,4 @@ class BestWeights:
             )
 
     def __str__(self) -> str:
-        return f"best held-out loss: {self.loss:.4g} at step {self.step} of {self._steps}"
+        return f"best held-out loss: {self.loss:.4g} at step {self.step} of {self.steps}"

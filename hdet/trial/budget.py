@@ -11,6 +11,9 @@ __all__ = ["FORWARD", "MOST", "SHORTEST", "Budget"]
 
 SHORTEST = 1000
 """Steps of a run from which on a trial is made by default, whatever part of it that costs."""
+DEAR = 0.03
+"""A trial that would cost more than this part of the run is shared by replicas: each trains arms of
+its own, which costs less, and decides a little worse."""
 FORWARD = 1 / 3
 """Cost of a forward pass alone, in steps."""
 MOST = len(MULTIPLES) * STEPS + FORWARD * SCORES * (len(MULTIPLES) + 1)
@@ -29,6 +32,11 @@ class Budget:
         if self.part is None:
             return self.total_steps >= SHORTEST
         return self.part * self.total_steps >= MOST
+
+    @property
+    def is_dear(self) -> bool:
+        """Would a trial cost more than `DEAR` of the run?"""
+        return self.total_steps is not None and MOST > DEAR * self.total_steps
 
     @property
     def is_too_small(self) -> bool:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+
+from ..optim.snapshot import attach_hook
 
 __all__ = ["InPlace"]
 
@@ -28,12 +30,12 @@ class InPlace:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._thread: int | None = None
-        self._hooks: list[Any] = []
+        self._hooks: list[Callable[[], object]] = []  # remove them
 
     def watch(self, owners: Iterable[Any]) -> None:
         """Let this be a hook of their ``state_dict``, until `close`."""
         hooked = [owner for owner in owners if not isinstance(owner, torch.jit.ScriptModule)]
-        self._hooks = [owner.register_state_dict_pre_hook(self) for owner in hooked]
+        self._hooks = [attach_hook(one.register_state_dict_pre_hook, self) for one in hooked]
 
     def __call__(self, owner: object, *_: Any) -> None:
         self.check(f"{'model' if isinstance(owner, nn.Module) else 'optimizer'}.state_dict()")
@@ -70,8 +72,8 @@ class InPlace:
 
     def close(self) -> None:
         """Takes the hooks off."""
-        for hook in self._hooks:
-            hook.remove()
+        for remove in self._hooks:
+            remove()
 
 
 @contextmanager

@@ -12,6 +12,8 @@ losses of the batches that follow, which no arm has seen. The rule has three par
        low  = (lowest rate that ties) * (steps of the trial / steps of the run) ** LOW_EXPONENT
        high = (highest rate that ties) * (steps of the trial / steps of the run) ** HIGH_EXPONENT
 
+   Good rates rise with the batch: where arms had one of n parts of it, both ends rise by sqrt(n)
+   (arXiv 2205.10287).
    An end is open where the outermost arm ties. If no arm has learned anything, both are. Losses
    that are bitwise equal at all rates are no measurement: then nothing moves.
 2. **Displacement**: how far the weights have moved, median over matrices of
@@ -88,7 +90,7 @@ class Trial:
     pretrained: bool = False  # are the first weights trained already?
     uncertainty: float = 1.0  # factor by which displacements may be too large
     given_up: str = ""  # why it says nothing; empty if it does
-    ceiling: float = 1.0  # factor by which the highest rate that ties may be too low
+    smaller_batch: float = 1.0  # factor by which the batches of arms are smaller than the run's
     error: str = ""  # the first one that an arm has raised
 
     @property
@@ -158,8 +160,9 @@ class Trial:
         if first > 0:
             low = _rate_between(arms[first - 1], arms[first], threshold)
         if last < len(arms) - 1:
-            high = _rate_between(arms[last + 1], arms[last], threshold) * self.ceiling
-        return low, high
+            high = _rate_between(arms[last + 1], arms[last], threshold)
+        scale = math.sqrt(self.smaller_batch)
+        return low * scale, high * scale
 
     def _rate_that_moves(self, distance: float) -> float | None:
         """The weights so far in a trial: interpolated in logarithms, in proportion beyond the

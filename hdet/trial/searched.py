@@ -140,8 +140,7 @@ class Searched:
     # -- is it such a run? -------------------------------------------------------------------------
 
     def can_spread(self, scaler: Any) -> bool:
-        """Can replicas train arms of their own? They train different numbers of them, so nothing
-        in a step may communicate."""
+        """Can replicas train arms of their own? Nothing in a step may communicate then."""
         syncs = any(isinstance(module, nn.SyncBatchNorm) for module in self.module.modules())
         leaves = self.leaves_gradients or not self.shares_gradients
         return leaves and scaler is None and not syncs

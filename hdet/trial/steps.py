@@ -32,8 +32,10 @@ it."""
 STRAYED = 4.0
 """Factor by which an arm's first step may be longer or shorter than the run's, at the same rate and
 on the same batch. More says that the closure or before_step does not do what the loop does."""
-CEILING = 8.0
-"""Factor by which the highest rate that ties may be too low, of arms on parts of a batch."""
+COMMUNICATES = (
+    "the trial was given up: what a step calls communicates in some steps only: pass "
+    "spread_arms=False"
+)
 INFINITE = 1e30
 """In the place of a loss that is not finite, so that ranks can add up losses."""
 
@@ -81,7 +83,7 @@ class _Copy:
     """An arm while it is measured."""
 
     multiple: float  # of the run's rate; 0: the first weights, which are scored beside arms
-    owner: int = 0  # who trains it, where arms are spread
+    owner: int = 0  # the replica that trains it, where arms are spread
     weights: Any = None  # a `Snapshot`; None: another replica trains it
     trained: list[Loss] = field(default_factory=list)  # by batch
     scored: list[Loss] = field(default_factory=list)
@@ -92,17 +94,21 @@ class TrialSteps:
     """Arms train on the batches of the first `STEPS` steps, all on the same ones, and are scored
     on those of the next `SCORES`. Every rank decides on the same numbers.
 
-    Where arms are spread, each replica trains some of them on its own part of the batch, and all
-    are scored on whole batches: N replicas train an arm in the time of one. A part of a batch is
-    noisier, so the rate that ties may be several times too low (`CEILING`).
+    In the first step all replicas train every arm. From the second one on arms may be *spread*:
+    each replica trains some of them on its own part of the batch, together with other replicas
+    that have the same ones, and all are scored on whole batches. So five replicas train five arms
+    in the time of one.
+
+    Args:
+        may_spread: are arms spread, unless `Communication` was seen in the first step?
     """
 
-    def __init__(self, arms: Arms) -> None:
+    def __init__(self, arms: Arms, may_spread: bool = False) -> None:
         self._arms, self._run, self._displacement = arms, arms.run, arms.begun.displacement
         self._rate, self._replicas = arms.run.rate, arms.run.replicas
         self._first = _Copy(0.0, weights=arms.begun.weights)
-        owners = self._replicas.count if arms.spread else 1
-        self._copies = [_Copy(multiple, k % owners) for k, multiple in enumerate(MULTIPLES)]
+        self._may_spread, self._smaller_batch = may_spread, 1.0
+        self._copies = [_Copy(multiple) for multiple in MULTIPLES]
         self._live = [*self._copies]  # those that train, or that are scored
         self._position = 0  # batches so far, on which arms were trained or scored
         self._given_up = self._error = ""
@@ -120,30 +126,47 @@ class TrialSteps:
                 "arguments"
             )
         started = time.perf_counter()
-        compares = self._position == 0 and not self._arms.spread
-        part = self._part_in_force() if compares else 0.0
+        is_first = self._position == 0
+        part = self._part_in_force() if is_first else 0.0
         own = self._displacement.ratios() if part else {}
         with self._arms.keep_run():
-            if self._position == 0 and loss is not None:
+            if is_first and loss is not None:
                 closure = _compare_losses(closure, loss)
             if self._position < STEPS:
                 self._train(closure)
             else:
                 self._score(closure)
             self._position += 1
-            if compares:
+            if self._position <= 2:  # optimizers have made their states, and no arm has stopped
+                held = self._arms.num_bytes(copy.weights for copy in self._live)
+                self.num_bytes = max(self.num_bytes, held)
+            if is_first:
                 self._compare_steps(own, part, is_loop=loss is not None)
+                self._spread_arms()
             if self._position == STEPS:
                 self._given_up = self._given_up or self._arms.begun.why_given_up()
                 self._end_training()
-            if self._position == 2:  # optimizers have made their states, and no arm has stopped
-                self.num_bytes = self._arms.num_bytes(copy.weights for copy in self._live)
         is_over = self._given_up or not self._live or self._position == STEPS + SCORES
         trial = self._trial() if is_over else None
         self.seconds += time.perf_counter() - started
         return trial
 
     # -- arms --------------------------------------------------------------------------------------
+
+    def _spread_arms(self) -> None:
+        """Each replica keeps its own, if they may be spread."""
+        if self._may_spread and not self._communicates():
+            count, own, arms = self._replicas.count, self._replicas.index, len(self._copies)
+            self._arms.spread_over_replicas([*range(own % arms, count, arms)])
+            self._smaller_batch = count / max(1, count // arms)
+            for number, copy in enumerate(self._copies):
+                copy.owner = number % count
+            for copy in set(self._copies) - set(self._copies_of(own)):
+                copy.weights = None
+
+    def _communicates(self) -> bool:
+        communication = self._arms.communication
+        return communication is not None and communication.was_seen()
 
     def _copies_of(self, replica: int) -> list[_Copy]:
         """Those that it trains; of more replicas than arms, two train the same one."""
@@ -152,7 +175,8 @@ class TrialSteps:
 
     def _train(self, closure: Closure) -> None:
         mine, losses = self._copies_of(self._replicas.index), dict[_Copy, Loss]()
-        self.cost += max(len(self._copies_of(k)) for k in range(self._replicas.count))
+        most = max(len(self._copies_of(k)) for k in range(self._replicas.count))
+        self.cost += most
         may_skip = self._position > 0 or self._replicas.world_group is not None
         for copy in mine:
             if self._position == 0:
@@ -168,6 +192,9 @@ class TrialSteps:
                     f"{copy.multiple:g} times the rate counts as broken: the closure raised "
                     f"{type(error).__name__}: {error}"
                 )
+        for _ in range(most - len(mine)):  # all replicas call the closure as often
+            factor = arm_factor(self._position + 1)
+            self._arms.train(self._first.weights, closure, factor, may_skip, is_kept=False)
         for copy in self._live:
             copy.trained.append(losses.get(copy))
         if (self._position + 1) % LOOK == 0:
@@ -187,6 +214,8 @@ class TrialSteps:
             is_behind = means and mean(means) > first + FAR_BEHIND * abs(first)
             if is_broken or (is_behind and not is_last):
                 self._live.remove(copy)
+        if self._arms.spread and self._communicates():
+            self._given_up = COMMUNICATES
 
     def _end_training(self) -> None:
         """Measures displacements; of spread arms, every replica gets the weights of every arm."""
@@ -263,7 +292,7 @@ class TrialSteps:
         return Trial(
             self._rate, tuple(arms), tuple(scores.get(self._first, ())),
             pretrained=self._displacement.is_pretrained(self._replicas), given_up=self._given_up,
-            ceiling=CEILING if self._arms.spread else 1.0, error=self._error,
+            smaller_batch=self._smaller_batch, error=self._error,
         )  # fmt: skip
 
     def _check_seen(self, losses: Sequence[float]) -> None:

@@ -75,6 +75,7 @@ def mlp(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
 torch_adamw, fused_adamw, plain_sgd = torch.optim.AdamW, hdet.FusedAdamW, torch.optim.SGD
 fused_split = partial(hdet.FusedAdamW, master_weights="split", moment_dtype=torch.bfloat16)
 fused_fp32 = partial(hdet.FusedAdamW, master_weights="fp32")
+schedule_free = partial(hdet.FusedScheduleFreeAdamW, betas=(0.8, 0.999))
 fused_base = partial(hdet.FusedAdamW, decay_at="base")
 fused_base_fp32 = partial(hdet.FusedAdamW, decay_at="base", master_weights="fp32")
 

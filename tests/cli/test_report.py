@@ -53,6 +53,13 @@ def test_a_picture(tmp_path: Path) -> None:
         assert picture.read_bytes().startswith(start)
 
 
+def test_replicas_values_are_those_that_a_cycle_has_tried(tmp_path: Path) -> None:
+    """A record has the base value of the next one, which a decision may have moved far."""
+    [run] = find_runs([write_run(tmp_path / "run", cycle(50, 1.0), cycle(100, 50.0))])
+    tried = [[value for value, _ in pairs] for _, pairs in run.explored["lr"]]
+    assert tried == [pytest.approx([0.09, 0.11])] * 2
+
+
 def test_losses_and_rates_of_cycles_stand_in_for_train_records(tmp_path: Path) -> None:
     """`Ensemble(log=History(path))` alone is enough."""
     write_run(tmp_path / "run", cycle(50), cycle(100, 2.0, losses=[3.0, 5.0]), cycle(150, 2.0))

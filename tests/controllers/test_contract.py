@@ -28,6 +28,11 @@ class TestProbe(ControllerContract):
         return probe(self.model)
 
 
+class TestBestValue(ControllerContract):
+    def make(self) -> hdet.Controller:
+        return hdet.BestValueController(2)
+
+
 class TestShadow(ControllerContract):
     def make(self) -> hdet.Controller:
         return hdet.Shadow(hdet.SoftmaxController(0.1, decay=None))

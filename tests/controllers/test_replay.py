@@ -22,6 +22,10 @@ Make = Callable[[nn.Module], hdet.Controller]
 MAKES: dict[str, tuple[Make, dict[str, Any]]] = {
     "softmax": (lambda m: hdet.SoftmaxController(0.01, decay=None), {}),
     "softmax, its own decay": (lambda m: hdet.SoftmaxController(0.01, decay="floor"), {}),
+    "best value": (
+        lambda m: hdet.BestValueController(2),
+        {"knobs": [hdet.LearningRate(multipliers=[0.1, 0.5, 1, 5])], "constant": True},
+    ),
     "probe": (lambda m: probe(m, 10**7), {"lr": 1e-5}),
     "probe, cycles taken back": (
         lambda m: probe(m, 10**7),
@@ -86,7 +90,7 @@ def test_a_recorded_run_is_decided_again_bitwise(name: str) -> None:
 
 # -- in the shadow: it decides, is recorded, and touches nothing -----------------------------------
 
-SHOWN = ["softmax", "softmax, its own decay", "probe"]
+SHOWN = ["softmax", "softmax, its own decay", "best value", "probe"]
 
 
 @pytest.mark.parametrize("name", SHOWN)

@@ -1,4 +1,4 @@
-"""Orthogonal designs: balance, products of columns, fold-over, and random orders and signs."""
+"""Grids; and orthogonal designs: balance, products of columns, fold-over, orders and signs."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from hdet.core.clock import Clock
 from hdet.core.design import columns, is_orthogonal_possible, orthogonal
 from hdet.core.engine import Engine
+from hdet.core.scale import Scale
+from hdet.core.spread import Grid
 from hdet.core.value import Value
 
 KNOBS = [f"knob {k}" for k in range(31)]
@@ -69,3 +71,43 @@ def test_the_engine_gives_each_knob_its_own_two_levels() -> None:
     engine.tick()
     engine.close([1.0] * 4)
     assert engine.multipliers()[0] == pytest.approx([2 - x for x in a])
+
+
+@pytest.mark.parametrize(
+    ("grid", "count", "points"),
+    [
+        (Grid(), 2, [1.0, 1.0]),
+        (Grid(0.3), 4, [0.7, 0.9, 1.1, 1.3]),
+        (Grid(ratio=5), 3, [0.2, 1.0, 5.0]),
+        (Grid(ratio=8), 4, [1 / 8, 1 / 2, 2.0, 8.0]),
+        (Grid(ratio=5), 1, [1.0]),
+        (Grid(multipliers=[2, 0.5]), 4, [2.0, 2.0, 0.5, 0.5]),
+    ],
+)
+def test_the_points_of_a_grid(grid: Grid, count: int, points: list[float]) -> None:
+    assert Value("a", grid).points(count) == pytest.approx(points)
+    assert grid.explores == (grid != Grid())
+
+
+@pytest.mark.parametrize("kind", ["log", "linear", "horizon"])
+def test_values_are_what_their_multipliers_make_of_the_peak(kind: str) -> None:
+    """Whatever the schedule's value and the correction are now."""
+    scale, values = Scale(kind, 0.5), [0.6, 0.3, 0.5]
+    value = Value("a", Grid(values=values), scale, scheduled=[0.1])
+    value.simulated = [(0.5, 0.1)]
+    value.correction = 3.0
+    tried = [scale.fanned(0.5, rho) for rho in value.points(3)]
+    assert tried == pytest.approx(values) and value.points(3)[2] == 1.0
+
+
+@given(st.integers(0, 99), st.integers(1, 3))
+def test_given_multipliers_are_shuffled_in_each_cycle_as_others(cycle: int, each: int) -> None:
+    """By the same permutation as a grid of a spread, which no rank needs to be told."""
+    listed = [1.0, 0.5, 0.1, 5.0]
+    grids, count = (Grid(multipliers=listed), Grid(0.3)), 4 * each
+    engines = [Engine([Value("lr", grid)], count, Clock(1), seed=1) for grid in grids]
+    for engine in engines:
+        engine.cycle = cycle
+    ours, evens = (engine.multipliers()[0] for engine in engines)
+    ranks = [sorted(evens).index(rho) for rho in evens]
+    assert ours == [listed[rank // each] for rank in ranks]

@@ -95,6 +95,15 @@ def by_setting(differ: str, value: Callable[[bool], Any], name: str = "", **more
     return differ, lambda _, odd: plain(**{name or differ: value(odd)}, **more)
 
 
+def by_search(differ: str, given: Callable[[bool], dict[str, Any] | None]) -> Any:
+    def searched(_: int, odd: bool) -> Made:
+        net, own = model(), given(odd)
+        search = None if own is None else hdet.AutoLR(net, **own)
+        return ADAMW(net.parameters()), None, {"search": search, "total_steps": 1500}
+
+    return differ, searched
+
+
 NAME = "parameters[0].name"
 CASES: Cases = {
     "T_max": by_scheduler("scheduler.T_max", lambda o, odd: torchs.CosineAnnealingLR(o, 30 + odd)),
@@ -119,13 +128,20 @@ CASES: Cases = {
     "total_steps": by_setting("total_steps", lambda odd: 40 + odd),
     "warmup_steps": by_setting("warmup_steps", lambda odd: 2 * odd, total_steps=40),
     "controller": ("controller.temperature", lambda _, odd: softmax(1.0 + odd)),
+    "a search on one rank only": by_search("search", lambda odd: {} if odd else None),
+    "spread_arms": by_search(
+        "search.spread_arms", lambda odd: {"spread_arms": False if odd else None}
+    ),
+    "val_batches": by_search(
+        "search.val_batches", lambda odd: {"val_batches": (print, [1])} if odd else {}
+    ),
     "scheduled": by_setting("scheduled values.lr[0]", lambda odd: 1e-3 * (1 + odd), "lr"),
     "seed": by_setting("seed", int),
     "T": by_setting("sync.every", lambda odd: 5 + odd, "every"),
     "shapes": ("parameters[0].shape[0]", lambda _, odd: of_size(3 + odd)),
     "version": ("the version of hdet", lambda *_: plain()),
     "knobs": by_setting(
-        "knobs.lr.spread", lambda odd: [hdet.LearningRate(0.1 + 0.1 * odd)], "knobs"
+        "knobs.lr.grid.spread", lambda odd: [hdet.LearningRate(0.1 + 0.1 * odd)], "knobs"
     ),
 }  # fmt: skip
 ALIKE: Cases = {

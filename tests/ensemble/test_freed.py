@@ -1,8 +1,11 @@
-"""`close()` and `del` free a run at once: its model, its optimizer and what they keep."""
+"""`close()` and `del` free a run at once: its model, its optimizer and what they keep. A refused
+one leaves nothing behind."""
 
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +14,11 @@ import torch
 from torch import nn
 
 import hdet
+from hdet.integrations.common import Adapter
 
 from ..distributed import run_ranks
 from ..freed import left_alive, tensors_of
-from ..harness import TwoReplicas, batch, loss_of, losses_of, model, one_cycle, probe
+from ..harness import Run, TwoReplicas, batch, loss_of, losses_of, model, one_cycle, probe
 
 
 def train(
@@ -96,6 +100,117 @@ NOT_CLOSED = ["fused", "in a trial", "probe", "snapshots"]
 )
 def test_a_run_is_freed(name: str, closes: bool) -> None:
     assert left_alive(lambda: train(**CASES[name], closes=closes)) == []
+
+
+def hooks(*owners: Any) -> list[str]:
+    return [name for one in owners for name, held in vars(one).items() if "hooks" in name and held]
+
+
+def _of_adapter(held: list[Any], net: nn.Module) -> hdet.AutoLR:
+    search, adapter = hdet.AutoLR(net), Adapter(print)
+    search.framework, adapter.ensembles = adapter, held
+    return search
+
+
+class _Holds:
+    """A scheduler that leads to what drives it, as the inside of a OneCycleAutoLR does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, held: list[Any]) -> None:
+        self.inner, self.held = one_cycle(1e-3, 1500)(optimizer), held
+        self.step, self.state_dict = self.inner.step, self.inner.state_dict
+        self.load_state_dict = self.inner.load_state_dict
+
+
+LOCAL = {"replicas": TwoReplicas(), "gradients": "local", "moments": "keep"}
+CIRCLES: dict[str, Callable[[list[Any]], dict[str, Any]]] = {
+    "log": lambda held: {"log": lambda *_: held},
+    "function": lambda held: {"search": lambda net: hdet.AutoLR(net, before_step=lambda: held)},
+    "adapter": lambda held: {"search": functools.partial(_of_adapter, held)},
+    "scheduler": lambda held: {
+        "scheduler": lambda optimizer: _Holds(optimizer, held), "search": hdet.AutoLR,
+    },
+    "average": lambda held: {
+        "log": lambda *_: held, "converge": hdet.converge.Outer(), "every": 50, **LOCAL,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("circle", CIRCLES)
+def test_one_that_its_own_parts_lead_back_to_is_closed_and_freed(
+    circle: str,
+) -> None:
+    held: list[Any] = []
+    run = Run(total=1500, closure=True, ddp=False, **CIRCLES[circle](held)).steps(2)
+    held.append(run.ensemble)
+    run.ensemble.load_state_dict(run.saved()["ensemble"])
+    run.step()
+    ref, net, optimizer = weakref.ref(run.ensemble), run.net, run.optimizer
+    assert ref() is not None and hooks(optimizer, *net.modules())
+    del run, held
+    gc.collect()
+    assert ref() is None and hooks(optimizer, *net.modules()) == []
+    hdet.Ensemble(optimizer).close()
+
+
+class Refusing(hdet.controllers.Measurement):
+    """Refuses the first run, in the method ``at``."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+
+    def watch(self, watched: Any) -> None:
+        self.refuse("watch")
+
+    def reset(self) -> None:
+        self.refuse("reset")
+
+    def refuse(self, where: str) -> None:
+        if where == self.at:
+            self.at = ""
+            raise ValueError("refused")
+
+
+class Measuring(hdet.Controller):
+    needs_replicas = False
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self.measurements = {"mine": Refusing(at)}
+
+    def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
+        return [hdet.Decision(factor=0.9) for _ in evidence.knobs]
+
+
+@pytest.mark.parametrize("at", ["watch", "reset", "attach", "build"])
+@pytest.mark.filterwarnings("ignore:total_steps is|ignore:the run has")
+def test_a_refused_one_has_changed_nothing(at: str) -> None:
+    """Neither in what it was given, nor in what becomes of it in the next one."""
+    runs = []
+    for is_refused in (True, False):
+        net, controller = model(), Measuring(at if is_refused else "")
+        search = hdet.AutoLR(net, budget=0, val_batches=(losses_of, [batch(10_000)]))
+        if is_refused:
+            optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+            scheduler = one_cycle(3e-3, 1500)(optimizer)
+            optimizer.step(), scheduler.step()  # which is no first step any more
+            given: dict[str, Any] = {"scheduler": scheduler, "total_steps": 1500}
+            if at == "attach":
+                given = {}  # of unknown length
+            if at == "build":
+                given["sync"] = hdet.Sync(5, converge=_Refused())
+            step = optimizer.step
+            with pytest.raises(ValueError, match="refused|of known length"):
+                hdet.Ensemble(optimizer, search=search, controller=controller, **given)
+            assert optimizer.step == step and hooks(optimizer, *net.modules()) == []
+        run = Run(net=net, lr=1e-7, total=1500, search=search, controller=controller).steps(30)
+        runs.append((run.weights(), run.search.report().splitlines()[0], run.ensemble.values()))
+    (weights, report, values), (expected, *others) = runs
+    assert torch.equal(weights, expected) and [report, values] == others and "->" in report
+
+
+class _Refused(hdet.converge.Plain):
+    def build(self, task: Any) -> Any:
+        raise ValueError("refused")
 
 
 def test_co_resident_replicas_are_freed() -> None:

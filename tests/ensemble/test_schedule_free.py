@@ -254,33 +254,6 @@ def test_a_first_cycle_that_is_taken_back_is_a_new_run(together: int, optimizer:
 # -- checkpoints and modes -------------------------------------------------------------------------
 
 
-def resumed(rank: int, world: int, folder: str, mode: str, settings: dict[str, Any]) -> bool:
-    run = run_of(rank, **settings).steps(6)
-    run.ensemble.converge()
-    getattr(run.optimizer, mode)()
-    checkpoint.save(folder, checkpoint.RunState(run.net, run.ensemble))
-    other = run_of(rank, **settings)
-    checkpoint.load(folder, checkpoint.RunState(other.net, other.ensemble))
-    other.index = 6
-    alike = [same(everything(run), everything(other)), numbers_of(run) == numbers_of(other)]
-    for one in (run, other):
-        one.optimizer.train()
-        one.steps(7)
-    return all(alike) and same(everything(run), everything(other))
-
-
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_a_resume_is_exact(mode: str, tmp_path: Path) -> None:
-    assert resumed(0, 1, str(tmp_path / "one"), mode, {})
-    for name, settings in {"shared": {}, "local": LOCAL}.items():
-        assert all(run_ranks(resumed, 2, str(tmp_path / name), mode, settings))
-    run = run_of()  # of one replica, from the two
-    checkpoint.load(tmp_path / "shared", checkpoint.RunState(run.net, run.ensemble))
-    assert run.optimizer.param_groups[0]["train_mode"] == (mode == "train")
-    run.optimizer.train()
-    run.steps(2)
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_checkpoint_of_co_resident_replicas_is_that_of_any_number(

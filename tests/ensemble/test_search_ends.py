@@ -34,6 +34,9 @@ class Listener(hdet.Controller):
     def observe(self, evidence: hdet.Evidence) -> None:
         self.seen += 1
 
+    def restart(self) -> None:
+        self.seen = 0
+
     def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
         self.steps.append(float(evidence.step))
         factor = 2.0 if len(self.steps) == 3 else 1.0
@@ -53,6 +56,16 @@ def test_the_controller_decides_from_the_next_cycle_on() -> None:
     assert run.steps().ensemble.corrections == {"lr": 2.0}
     assert then.steps == [float(step) for step in range(OVER + EVERY, TOTAL + 1, EVERY)]
     assert then.seen == OVER // EVERY
+
+
+def test_where_a_search_begins_again_the_controller_does() -> None:
+    """What it has seen was of other weights."""
+    run = Run(
+        search=lambda net: hdet.AutoLR(net, budget=0), controller=Listener(), lr=30.0, total=TOTAL,
+        every=EVERY, data=taught,
+    ).steps(OVER)  # fmt: skip
+    assert run.ensemble.corrections["lr"] < 1 and run.search.done
+    assert run.controller.seen == 1, "the cycle that ended with the search"
 
 
 @pytest.mark.parametrize("after", [8, 40])
@@ -115,18 +128,50 @@ def test_what_only_reports_leaves_a_rollback_to_the_run() -> None:
     assert ours == rolled_back == [False, True, False] and torch.equal(weights, plain)
 
 
-def test_a_plan_of_another_run_is_refused_before_the_optimizer_is_taken() -> None:
-    class Odd(Listener):
-        def plan(self) -> hdet.Plan:
-            return hdet.Plan(multipliers=self.table)
+class Odd(Listener):
+    planned: Any = hdet.Plan()
 
-    for table in ([[1.0, 1.1]], [1.0], 5.0, [[0.0]]):
-        controller: Any = Odd()
-        controller.table = table
-        optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
-        with pytest.raises(ValueError, match="must be 1 rows .one a knob. of 1 positive"):
-            hdet.Ensemble(optimizer, controller=controller)
-        assert "step" not in vars(optimizer)
+    def plan(self) -> hdet.Plan:
+        return self.planned
+
+
+TABLE, NAMES = "must be 1 rows .one a knob. of 1 positive", r"measures must be .* names .*\[\], got"
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), [
+    *((hdet.Plan(multipliers=x), ValueError, TABLE) for x in ([[1.0, 1.1]], [1.0], 5.0, [[0.0]])),
+    *((hdet.Plan(measures=x), ValueError, NAMES) for x in (["mine"], "mine", 5)),
+    *((x, TypeError, "has planned .*must return an hdet.Plan") for x in (None, [hdet.Plan()])),
+])  # fmt: skip
+def test_a_plan_that_cannot_be_is_refused_before_anything_has_changed(
+    wrong: Any, error: type[Exception], message: str
+) -> None:
+    """A new run's, one within it, and that of a state. The run can go on, or be saved."""
+    refused = lambda: pytest.raises(error, match=f"controller 'listener'.*{message}")
+    controller, optimizer = Odd(), torch.optim.SGD(model().parameters(), lr=0.1)
+    controller.planned = wrong
+    with refused():
+        hdet.Ensemble(optimizer, controller=controller)
+    assert "step" not in vars(optimizer)
+    run, other = (Run(controller=Odd(), every=4, spread=0.0) for _ in range(2))
+    run.steps(11)
+    run.controller.planned = wrong
+    with refused():
+        run.step()
+    assert run.controller.steps == [4.0, 8.0, 12.0], "it has decided to move the rate"
+    assert (run.ensemble.cycle, run.ensemble.corrections) == (2, {"lr": 1.0})
+    state, before = run.saved(), other.ensemble.state_dict()
+    other.controller.planned = wrong
+    with refused():
+        other.ensemble.load_state_dict(state["ensemble"])
+    assert other.ensemble.state_dict() == before
+    for one in (run, other):
+        one.controller.planned = hdet.Plan()
+    other.loaded(state)
+    for one in (run, other):
+        one.index = 12
+        assert one.steps(8).ensemble.cycle == 4
+    assert torch.equal(run.weights(), other.weights())
 
 
 @pytest.mark.filterwarnings("error")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hdet import FusedAdamW, FusedLion, FusedSGD
 from hdet.tensors.buffers import Copy
@@ -284,36 +283,6 @@ def test_launches_of_a_step_on_300_tensors(
     if not names:
         pytest.skip("the profiler sees no kernels here")
     assert len(names) <= most[backend], names
-
-
-def test_eight_replicas_are_eight_runs(backend: str) -> None:
-    """One optimizer for eight sets, and eight optimizers: the same bits."""
-    count = 8
-    multipliers = [0.6 + 0.1 * k for k in range(count)]
-    alone = [parameters() for _ in range(count)]
-    runs = [FusedAdamW(params, lr=1e-2, backend=backend) for params in alone]
-    first = parameters()
-    sets: dict[Tensor, list[Tensor]] = {
-        p: [p, *(p.detach().clone() for _ in range(count - 1))] for p in first
-    }
-    together = FusedAdamW(first, lr=1e-2, backend=backend)
-    together.set_replicas(count, lambda p: sets[p])
-    together.multipliers = [[m] for m in multipliers]
-    for run, multiplier in zip(runs, multipliers, strict=True):
-        run.multipliers = [[multiplier]]
-    for turn in range(3):
-        set_gradients(first, turn)
-        together.step()
-        for params, run in zip(alone, runs, strict=True):
-            set_gradients(params, turn)
-            run.step()
-    for k in range(count):
-        assert same_bits(together.replica_parameters(k), alone[k])
-    together.average_replicas([1.0] * count)
-    assert all(
-        same_bits(together.replica_parameters(k), together.replica_parameters(0))
-        for k in range(count)
-    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

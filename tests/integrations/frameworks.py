@@ -20,17 +20,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import hdet
+from hdet.testing.adapters import EVERY, Halved
 
 from ..distributed import run_ranks
 
 VOCABULARY, LENGTH = 32, 12
-STEPS, EVERY, PARTS = 12, 5, 2
-"""Of a run; of a cycle; micro-batches of a step."""
+PARTS = 2
+"""Micro-batches of a step."""
 LOOKED, TRIED, FIRST = 30, 220, 60
 """Of runs in which the first steps are looked at, and in which there is a trial, which is over by
 then."""
-STILL = {"knobs": [hdet.LearningRate(0)], "sync": hdet.Sync(EVERY)}
-SPREAD = {"knobs": [hdet.LearningRate(0.3)], "sync": hdet.Sync(EVERY)}
 OUTER = {
     "sync": hdet.Sync(EVERY, gradients="local", moments="keep", converge=hdet.converge.Outer())
 }
@@ -112,25 +111,6 @@ def gradients(model: torch.nn.Module) -> torch.Tensor:
 
 def equal(found: list[Any]) -> bool:
     return all(torch.equal(found[0], other) for other in found[1:])
-
-
-class Halved(hdet.Controller):
-    """Halves the rate at the first cycle's end."""
-
-    name = "halved"
-    needs_replicas = False
-
-    def plan(self) -> hdet.Plan:
-        """Replicas are spread where there are several, of which nothing is learned."""
-        return hdet.Plan()
-
-    def decide(self, evidence: hdet.Evidence) -> list[hdet.Decision]:
-        is_first = evidence.cycle == 0
-        decision = hdet.Decision(factor=0.5 if is_first else 1.0, note="halved" * is_first)
-        return [decision] * len(evidence.knobs)
-
-    def report(self) -> str:
-        return "halves once"
 
 
 def trial(model: Any) -> hdet.AutoLR:

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 import hdet
+from hdet.testing.adapters import STEPS
 
 from .contract import Trained
-from .frameworks import PARTS, STEPS, listening, needs, weights
+from .frameworks import PARTS, listening, needs, weights
 
 needs("lightning")
 import lightning.pytorch as pl
@@ -203,13 +204,12 @@ def train(
     steps: int = STEPS,
     evaluate: int = 0,
     save: int = 0,
-    from_plain: bool = False,
     of_module: Any = (),
     **settings: Any,
 ) -> Trained:
     made = module(lr=lr, steps=steps, **dict(of_module))
     if evaluate:
-        settings["val_check_interval"] = PARTS * evaluate
+        settings |= {"val_check_interval": PARTS * evaluate, "weights_only": True}
     with listening("lightning.pytorch.utilities.rank_zero", "hdet") as lines:
         trainer = fit(folder, ensemble, made, save=save, **settings)
     assert "log" not in vars(made)

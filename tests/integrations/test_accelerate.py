@@ -11,16 +11,13 @@ import torch
 from torch import nn
 
 import hdet
+from hdet.testing.adapters import SPREAD, STEPS, STILL, Halved
 
 from .contract import Float16, Trained
 from .frameworks import (
     FIRST,
     OUTER,
     PARTS,
-    SPREAD,
-    STEPS,
-    STILL,
-    Halved,
     accelerate_reset,
     closures,
     computed_again,

@@ -18,10 +18,11 @@ from hdet.integrations.common import (
     keep_attributes,
     require,
 )
+from hdet.testing.adapters import Halved
 from hdet.trial.rule import SCORES, STEPS
 
 from ..trial.common import ALL, auto_run
-from .frameworks import Halved, halved
+from .frameworks import halved
 
 
 class Own(Adapter):
@@ -118,7 +119,7 @@ def test_where_nothing_says_what_is_searched_the_first_steps_are_looked_at() -> 
             auto = free.search
             assert isinstance(auto, hdet.AutoLR) and auto.budget == 0
             assert "only how far" in auto.report()
-            assert auto.scaler is None and auto.before_step is None
+            assert auto.before_step is None
     searched = {
         "controller": None,
         "search": None,
@@ -133,8 +134,8 @@ def test_a_trial_has_the_frameworks_scaler_and_its_clipping_before_the_users_own
     scaler, own = torch.amp.GradScaler("cpu"), []
     search = lambda module: hdet.AutoLR(module, before_step=lambda: own.append(adapter.called))
     adapter = begun({"search": search, "total_steps": 9000}, scaler=scaler)
-    adapter.ensemble.search.before_step()
-    assert adapter.ensemble.search.scaler is scaler and own == [["clip"]]
+    adapter.ensemble.search._prepare_step()
+    assert adapter.ensemble.search.scaler_in_use is scaler and own == [["clip"]]
 
 
 def test_each_optimizer_has_an_ensemble_with_its_state_or_none_has() -> None:
@@ -166,6 +167,33 @@ def test_a_search_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         begun({**given, "total_steps": 9000}, count, obstacle=obstacle)
+
+
+BEGINS: dict[str, tuple[Any, Any]] = {
+    "an Ensemble": ({"seed": 0.5}, ()),
+    "a state": ({}, [{}, {}]),
+    "a search": ({"search": hdet.AutoLR(MODEL), "seed": 0.5, "total_steps": 9000}, ()),
+    "a search's state": ({"search": hdet.AutoLR(MODEL), "total_steps": 9000}, [{}]),
+}
+
+
+@pytest.mark.parametrize("refused", BEGINS)
+def test_a_beginning_that_was_refused_leaves_nothing_to_the_next(refused: str) -> None:
+    """Neither an Ensemble on an optimizer nor a second clipping in a search."""
+    settings, states = BEGINS[refused]
+    count, right = 1 if "search" in settings else 2, {**settings, "seed": 1}
+    adapter, optimizers = Own(), [torch.optim.SGD(MODEL.parameters(), lr=1.0) for _ in range(count)]
+    adapter.saved_states = states
+    with pytest.raises(ValueError, match="seed must be|lacks"):
+        adapter.begin(optimizers, [right, settings][-count:], MODEL, logs=True)
+    assert adapter.ensembles == [] and adapter.saved_states == states
+    adapter.saved_states = ()
+    adapter.begin(optimizers, [right] * count, MODEL, logs=True)
+    assert [ensemble.optimizer for ensemble in adapter.ensembles] == optimizers
+    for ensemble in adapter.ensembles:
+        if ensemble.search is not None:
+            ensemble.search._prepare_step()
+            assert adapter.called == ["clip"]
 
 
 def test_metrics_have_the_names_of_records_and_saved_corrections_are_told_once() -> None:

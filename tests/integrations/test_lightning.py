@@ -10,19 +10,15 @@ import pytest
 import torch
 
 import hdet
+from hdet.testing.adapters import EVERY, SPREAD, STEPS, STILL, Halved, find_equal_steps
 
 from ..distributed import RankError
-from .contract import Float16, Trained, meet
+from .contract import Float16, Trained
 from .frameworks import (
-    EVERY,
     FIRST,
     LOOKED,
     PARTS,
-    SPREAD,
-    STEPS,
-    STILL,
     TRIED,
-    Halved,
     closures,
     computed_again,
     equal,
@@ -103,7 +99,6 @@ class TestContract(Float16):
     )  # fmt: skip
     good, low = 0.1, 1e-5
     trial_settings = (("of_module", {"size": 16, "schedule": "lambda"}),)
-    spread = (("weights_only", True),)
 
 
 # -- optimization by hand --------------------------------------------------------------------------
@@ -406,7 +401,7 @@ def test_hsdp_has_replicas_of_shards_and_a_whole_checkpoint_holds_their_mean(
     assert all(torch.equal(a.last, b.last) for a, b in zip(plain, same, strict=True))
     mean = []
     for a, b in ((spread[0], spread[2]), (spread[1], spread[3])):  # the same shard
-        assert meet(a, b) == [5, 10, 12] and torch.equal(a.last, b.last)
+        assert find_equal_steps(a, b) == [5, 10, 12] and torch.equal(a.last, b.last)
         mean.append((a.weights[8] + b.weights[8]) / 2)
     saved, expected = spread[0].saved.sort().values, torch.cat(mean).sort().values
     torch.testing.assert_close(saved, expected, rtol=0, atol=1e-7)

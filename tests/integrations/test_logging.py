@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 import hdet
+from hdet.testing.adapters import Halved
 from tests.harness import Run, TwoReplicas
 
-from .frameworks import Halved, needs
+from .frameworks import needs
 
 
 def records(*logs: Any) -> list[dict[str, Any]]:

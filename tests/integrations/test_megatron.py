@@ -12,22 +12,10 @@ import pytest
 import torch
 
 import hdet
+from hdet.testing.adapters import STEPS, STILL
 
 from .contract import Contract, Trained
-from .frameworks import (
-    PARTS,
-    SPREAD,
-    STEPS,
-    STILL,
-    closures,
-    equal,
-    example,
-    flat,
-    launched,
-    listening,
-    needs,
-    trial,
-)
+from .frameworks import PARTS, closures, equal, example, flat, launched, listening, needs, trial
 
 needs("megatron.core")
 for file in ("megatron_cpu", "megatron_tiny"):
@@ -146,7 +134,6 @@ def train(
     save: int = 0,
     resume: int = 0,
     evaluate: int = 0,
-    from_plain: bool = False,
     **settings: Any,
 ) -> Trained:
     parallel_state.destroy_model_parallel()
@@ -221,8 +208,8 @@ class TestContract(Contract):
     anew = ((1, {}), (2, {"bf16": True}), (2, {"pp": 2}))
     trial_settings = (("bf16", True),)
     layouts = (
-        (1, STILL, {}, ()), (4, SPREAD, {"tp": 2}, ((0, 2), (1, 3))),
-        (4, SPREAD, {"pp": 2, "tied": True}, ((0, 1), (2, 3))),
+        (1, {}, ()), (4, {"tp": 2}, ((0, 2), (1, 3))),
+        (4, {"pp": 2, "tied": True}, ((0, 1), (2, 3))),
     )  # fmt: skip
     several = 4, EXPERTS
 

@@ -17,13 +17,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import distribute_tensor
 
 import hdet
+from hdet.testing.adapters import SPREAD, STEPS, STILL
 
 from ..distributed import RankError
 from .contract import Contract, Trained
 from .frameworks import (
-    SPREAD,
-    STEPS,
-    STILL,
     closures,
     computed_again,
     example,
@@ -193,11 +191,12 @@ def train(
     ensemble: Any,
     *,
     until: int = 0,
-    from_plain: bool = False,
     **settings: Any,
 ) -> Trained:
-    if from_plain:
-        settings["exclude_from_loading"] = ["hdet"]
+    if resume := settings.get("resume"):
+        reader = dcp.FileSystemReader(f"{folder}/checkpoint/step-{resume}")
+        if not any("hdet" in key for key in reader.read_metadata().state_dict_metadata):
+            settings["exclude_from_loading"] = ["hdet"]
     made = config(folder, **settings)
     with listening(hdet.integrations.torchtitan._LOG.name) as lines:
         trainer = (made if ensemble is None else wrap(made, **ensemble)).build()
@@ -237,8 +236,8 @@ class TestContract(Contract):
     plain = ((1, {}), (2, {"bf16": True, "loss": CHUNKED}), (4, {"parallel": HSDP}))
     anew = ((2, {"bf16": True}), (2, {"loss": CHUNKED}), (2, {"parallel": SHARDED}))
     layouts = (
-        (1, STILL, {}, ()), (2, STILL, {"parallel": SHARDED}, ()),
-        (2, STILL, {"parallel": TENSOR}, ()), (4, SPREAD, {"parallel": HSDP}, ((0, 2), (1, 3))),
+        (1, {}, ()), (2, {"parallel": SHARDED}, ()), (2, {"parallel": TENSOR}, ()),
+        (4, {"parallel": HSDP}, ((0, 2), (1, 3))),
     )  # fmt: skip
     several = 2, {"groups": [group("norm", 2e-2, "Adam"), group(".*", 1e-2)]}
 

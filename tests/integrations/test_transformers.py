@@ -9,13 +9,10 @@ import pytest
 import torch
 
 import hdet
+from hdet.testing.adapters import SPREAD, STEPS, STILL, Halved
 
 from .contract import Float16, Trained
 from .frameworks import (
-    SPREAD,
-    STEPS,
-    STILL,
-    Halved,
     Text,
     closures,
     computed_again,
@@ -95,7 +92,6 @@ def train(
     save: int = 0,
     resume: int = 0,
     evaluate: int = 0,
-    from_plain: bool = False,
     float16: bool = False,
     **settings: Any,
 ) -> Trained:

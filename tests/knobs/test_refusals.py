@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -24,133 +23,11 @@ from hdet import (
     Temperature,
     WeightDecay,
 )
-from hdet.knobs import BoundKnob, Meaning, of_model, of_optimizer
-from hdet.knobs.cells import item_cell
 
 from .helpers import LOCAL, Net, adamw, ensemble, groups_of
-
-
-def probe_of(net: Net, **settings: Any) -> hdet.ProbeController:
-    mean = lambda model, x: model(x).mean()
-    return hdet.ProbeController(mean, [torch.ones(2, 4)] * 8, model=net, **settings)
-
+from .table import eps, probe_of
 
 X = partial(Scalar, "x")
-eps = partial(GroupValue, "eps", valid_on_train_loss=True, moments_diverge=False)
-VALID, DIVERGE = "valid_on_train_loss", "parts_moments"
-LOSS = nn.CrossEntropyLoss(label_smoothing=0.1)
-KNOBS: dict[str, tuple[Callable[[Net], Any], set[str]]] = {
-    # name: (knob, what it says of itself)
-    "silent": (lambda net: Silent(), set()), "lr": (lambda net: LearningRate(), {VALID}),
-    "weight_decay": (lambda net: WeightDecay(), set()),
-    "beta2": (lambda net: Betas(which=[1]), {VALID, DIVERGE}), "eps": (lambda net: eps(), {VALID}),
-    "eps2": (lambda net: GroupValue("eps2"), {DIVERGE}),
-    "valid eps2": (lambda net: GroupValue("eps2", valid_on_train_loss=True), {VALID, DIVERGE}),
-    "clip_norm": (lambda net: ClipNorm(), {VALID, DIVERGE}),
-    "silent of gradients": (lambda net: Silent(on_gradients=True), {DIVERGE, "on_gradients"}),
-    "clip_norm of the loop": (lambda net: ClipNorm(1.0), {VALID, DIVERGE, "on_gradients"}),
-    "mine": (lambda net: Scalar("mine", value=1.0), set()),
-    "valid mine": (lambda net: Scalar("mine", value=1.0, valid_on_train_loss=True), {VALID}),
-    "dropout": (lambda net: Dropout(net), set()),
-    "label_smoothing": (lambda net: LabelSmoothing(0.1), set()),
-    "label_smoothing of a loss": (lambda net: LabelSmoothing(LOSS), set()),
-    "loss_weight/a": (lambda net: LossWeights({"a": 1.0}), set()),
-    "temperature": (lambda net: Temperature(net), {VALID, "affects_eval_loss"}),
-}  # fmt: skip
-FORWARD = [
-    "silent", "mine", "valid mine", "dropout", "label_smoothing", "label_smoothing of a loss",
-    "loss_weight/a",
-]  # fmt: skip
-
-
-def said_by(*flags: str, absent: bool = False) -> Any:
-    """All knobs of which the flags are said, or are not."""
-    names = [name for name in KNOBS if absent is not ({*flags} <= KNOBS[name][1])]
-    return pytest.mark.parametrize("name", names)
-
-
-def knob_of(name: str) -> tuple[Net, Any, dict[str, Any]]:
-    """A model, the knob, and other settings of an Ensemble that explores it."""
-    net = Net()
-    optimizer = adamw(net, hdet.FusedAdamW, max_grad_norm=1.0)
-    for group in optimizer.param_groups:
-        group["eps2"] = 0.5
-    return net, KNOBS[name][0](net), {"optimizer": optimizer, **LOCAL}
-
-
-def title(name: str) -> str:
-    """The knob's own."""
-    return name.removeprefix("valid ").split(" of ")[0]
-
-
-class Silent:
-    """A third party's, which forgets to say what it is: nothing is taken for granted."""
-
-    def __init__(self, **flags: bool) -> None:
-        self.flags = flags
-
-    def bind(self, optimizer: torch.optim.Optimizer) -> list[BoundKnob]:
-        cells = [item_cell({"x": 1.0}, "x")]
-        return [BoundKnob("silent", 0.3, cells, meaning=Meaning("forward", **self.flags))]
-
-
-@pytest.mark.parametrize("name", KNOBS)
-def test_what_each_knob_says_of_itself(name: str) -> None:
-    _, knob, settings = knob_of(name)
-    for bound in knob.bind(settings["optimizer"]):
-        known = (VALID, "affects_eval_loss", "on_gradients", DIVERGE)
-        assert {flag for flag in known if getattr(bound.meaning, flag)} == KNOBS[name][1]
-
-
-def test_every_knob_is_in_the_table() -> None:
-    listed = {type(make(Net())).__name__ for make, _ in KNOBS.values()}
-    assert {*of_model.__all__, *of_optimizer.__all__} <= listed
-
-
-@said_by(VALID, absent=True)
-def test_knobs_that_regularise_need_a_held_out_probe(name: str) -> None:
-    softmax = hdet.SoftmaxController(decay=None)
-    for make in (lambda net: softmax, probe_of):
-        net, knob, settings = knob_of(name)
-        controller = make(net)
-        says = f"prefers less of the knob '{title(name)}'.*'{controller.name}'"
-        with pytest.raises(ValueError, match=f"{says}.*held_out=True.*may_move"):
-            ensemble(net, [knob], controller=controller, **settings)
-        assert "step" not in settings["optimizer"].__dict__
-    for make in (lambda net: probe_of(net, held_out=True), lambda net: None):
-        net, knob, settings = knob_of(name)
-        ensemble(net, [knob], controller=make(net), **settings)
-
-
-@said_by(VALID)
-def test_the_others_may_be_judged_by_training_losses(name: str) -> None:
-    net, knob, settings = knob_of(name)
-    run = ensemble(net, [knob], controller=hdet.SoftmaxController(decay=None), **settings)
-    assert title(name) in run.multipliers
-
-
-@pytest.mark.parametrize("name", FORWARD)
-def test_with_shared_gradients_what_acts_in_the_forward_pass_makes_no_difference(name: str) -> None:
-    net, knob, _ = knob_of(name)
-    says = f"'{title(name)}' acts in the forward pass, but with gradients='shared'"
-    with pytest.raises(ValueError, match=f"{says}.*gradients='local'"):
-        ensemble(net, [knob], controller=probe_of(net, held_out=True))
-    knobs = [Temperature(net), WeightDecay()]  # but a temperature is scored directly
-    run = ensemble(net, knobs, controller=probe_of(net, held_out=True))
-    assert list(run.multipliers) == ["temperature", "weight_decay"]
-
-
-@said_by(DIVERGE)
-def test_what_makes_moments_diverge_needs_a_choice_of_moments(name: str) -> None:
-    says = f"but replicas that differ in '{title(name)}' differ in their moments"
-    for moments in (None, "keep", "forget", "average", "reset"):
-        net, knob, settings = knob_of(name)
-        given = {"optimizer": settings["optimizer"], "moments": moments}
-        if moments in ("average", "reset"):
-            assert title(name) in ensemble(net, [knob], **given).multipliers
-        else:
-            with pytest.raises(ValueError, match=f"moments is {moments!r}, {says}"):
-                ensemble(net, [knob], **given)
 
 
 def test_moments_are_a_choice_only_where_they_differ() -> None:
@@ -173,19 +50,6 @@ def test_decay_that_is_part_of_the_gradient_makes_moments_diverge(make: Any, cou
             ensemble(net, [WeightDecay()], optimizer=make(groups_of(net)))
     given = {"moments": "average"} if coupled else {}
     assert ensemble(net, [WeightDecay()], optimizer=make(groups_of(net)), **given).multipliers
-
-
-@pytest.mark.parametrize("knob", [
-    WeightDecay(), Betas(), eps(), ClipNorm(), ClipNorm(1.0),
-    X(value=1.0),
-])  # fmt: skip
-def test_co_resident_replicas_differ_in_rates_and_in_what_is_scored_directly_only(knob) -> None:
-    net = Net()
-    optimizer = adamw(net, hdet.FusedAdamW, max_grad_norm=1.0)
-    replicas = hdet.CoresidentReplicas(net, 4)
-    says = "co-resident replicas.*one process per replica|gradients='local'"
-    with pytest.raises(ValueError, match=says):
-        hdet.Ensemble(optimizer, knobs=[knob], replicas=replicas)
 
 
 def several(count: int) -> list[Any]:
@@ -254,6 +118,13 @@ def test_the_drop_in_keeps_permutations() -> None:
     (lambda: X(value=1.0, bounds=(2.0, 1.0)), "low < high"),
     (lambda: X(value=1.0, bounds=3.0), "bounds must be"),
     (lambda: X(value=1.0, spread=1.0), "spread must be a number"),
+    (lambda: LearningRate(values=[1e-3]), r"values must be a list .* got \[0.001\]"),
+    (lambda: LearningRate(values=1e-3), "values must be a list .* got 0.001"),
+    (lambda: Dropout(Net(), values=[0.1, 0.1]), "two of them different"),
+    (lambda: eps(multipliers=[1.0, 0.0]), "multipliers must be a list of positive numbers"),
+    (lambda: ClipNorm(ratio=1.0), r"ratio must be a number in \(1, inf\), got 1.0"),
+    (lambda: LearningRate(0.2, ratio=5), "spread=0.2, ratio=5 are 2 grids of one knob"),
+    (lambda: Betas(values=[0.9, 0.8], multipliers=[1, 2]), "are 2 grids of one knob"),
     (lambda: WeightDecay(product=True, bounds=(0.0, 1.0)), "bounds is .* with product=True"),
     (lambda: Betas(which=[2]), "which must list 0"),
     (lambda: GroupValue("lr"), "use hdet.LearningRate"),
@@ -312,6 +183,30 @@ def test_an_optimizer_without_the_hyperparameter_is_named(knob: Any, message: st
     net = Net()
     with pytest.raises(ValueError, match=message):
         ensemble(net, [knob], optimizer=torch.optim.SGD(net.parameters(), 0.1, 0.5))
+
+
+RATE = partial(LearningRate, groups=["first"])
+LOW, ODD = RATE(values=[0.01, 0.02]), RATE(values=[0.01, 0.02, 0.03])
+
+
+@pytest.mark.parametrize(("knob", "settings", "message"), [
+    (ODD, {}, "'lr/first' has 3 values or multipliers for 8 replicas: each .* a divisor of 8, or"),
+    (ODD, {"count": 1}, "for 1 replica: .* start a multiple of 3 replicas"),
+    (LearningRate(values=[0.01, 0.02]), {}, "stands at 0.01, 0.02 in .*multipliers=.*'each'"),
+    (RATE(values=[0.01, 0]), {}, r"values \[0.01, 0\], and 0 cannot be reached from .* 0.01"),
+    (RATE(values=[0.01, 0.02], bounds=(0.0, 0.015)), {}, "0.02 cannot be .*within bounds"),
+    (X(value=0.1, scale="linear", unit=0.1, values=[0.0, 0.1]), LOCAL, "a unit below the base"),
+    (LOW, {"search": True}, "a search will move its base value.*multipliers="),
+    (LOW, {"design": "orthogonal"}, "'orthogonal', which knows spreads only: give 'lr/first' a sp"),
+    (RATE(ratio=2), {"converge": hdet.converge.ExactLocal(), **LOCAL}, "'lr/first' needs a spread"),
+    (LOW, {"controller": True}, "'ProbeController' takes the slope .* use BestValueController"),
+])  # fmt: skip
+def test_grids_that_do_not_fit_the_run(knob: Any, settings: Any, message: str) -> None:
+    net = Net()
+    made = {"search": hdet.AutoLR, "controller": probe_of}
+    given = {key: made[key](net) if key in made else value for key, value in settings.items()}
+    with pytest.raises(ValueError, match=message):
+        ensemble(net, [knob], **given)
 
 
 def test_a_decay_that_leaves_the_schedule_is_for_rates() -> None:

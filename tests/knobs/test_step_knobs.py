@@ -34,37 +34,23 @@ def step(net: Net, optimizer: Any, read: Any = settings_of) -> Any:
 
 
 @both
-@pytest.mark.parametrize("index", range(4))
-def test_decay_betas_and_eps_have_the_replicas_values_inside_the_step_only(kind, index) -> None:
-    """In groups; and weights are those of an optimizer that was given these values."""
+def test_a_step_is_that_of_an_optimizer_that_was_given_the_replicas_values(kind: Any) -> None:
     net, twin = Net(), Net()
     optimizer, other = adamw(net, kind), adamw(twin, kind)
-    knobs = [
-        hdet.LearningRate(0.3),
-        hdet.WeightDecay(0.5),
-        hdet.Betas(0.4),
-        hdet.GroupValue("eps", 0.9),
-    ]
-    run = ensemble(net, knobs, optimizer=optimizer, index=index, moments="average")
-    before, rho = settings_of(optimizer), run.multipliers
-    assert set(rho) == {"lr", "weight_decay", "beta1", "beta2", "eps"}
-    for name, spread in (("weight_decay", 0.5), ("beta1", 0.4), ("eps", 0.9)):
-        assert abs(rho[name] - 1) == pytest.approx(spread)
+    rho = [1.3, 0.5, 1.4, 0.6, 1.9]
+    knobs = [hdet.LearningRate(), hdet.WeightDecay(), hdet.Betas(), hdet.GroupValue("eps")]
+    run = ensemble(net, knobs, optimizer=optimizer, controller=given(*rho), moments="average")
+    assert list(run.multipliers) == ["lr", "weight_decay", "beta1", "beta2", "eps"]
     for group in other.param_groups:
-        for name in ("lr", "weight_decay", "eps"):
-            group[name] *= rho[name]
-        group["betas"] = (1 - (1 - 0.9) / rho["beta1"], 1 - (1 - 0.999) / rho["beta2"])
-    seen = seen_in_step(optimizer, settings_of)
+        for name, i in (("lr", 0), ("weight_decay", 1), ("eps", 4)):
+            group[name] *= rho[i]
+        group["betas"] = (1 - (1 - 0.9) / rho[2], 1 - (1 - 0.999) / rho[3])
     for one, its in ((net, optimizer), (twin, other)):
         torch.manual_seed(1)  # of dropout
         for number in range(3):
             backward(one, number)
             its.step()
             its.zero_grad()
-    for inside, expected in zip(seen[0], settings_of(other), strict=True):
-        assert all(inside[name] == expected[name] for name in ("weight_decay", "eps"))
-        assert inside["betas"] == pytest.approx(expected["betas"], rel=1e-12)
-    assert settings_of(optimizer) == before
     assert torch.allclose(weights(net), weights(twin), rtol=1e-6, atol=1e-7)
     assert not torch.allclose(weights(net), weights(Net()), atol=1e-3)
 
@@ -119,6 +105,40 @@ def rate_in_step(optimizer: Any) -> float:
 
 
 @both
+@pytest.mark.parametrize("index", range(4))
+def test_a_replica_steps_at_one_of_the_values_that_are_given(kind: Any, index: int) -> None:
+    """At the peak of its schedule, which begins elsewhere; and at their ratio to it before."""
+    net = Net()
+    optimizer = adamw(net, kind, lr=0.005)
+    values, lambdas = [0.01, 0.005, 0.001, 0.05], [lambda step: min(step + 1, 4) / 2] * 2
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambdas)
+    knob = hdet.LearningRate(values=values, groups=["first"])
+    run = ensemble(
+        net, [knob], optimizer=optimizer, scheduler=scheduler, index=index, count=4, total_steps=9
+    )
+    used = []
+    for _ in range(4):
+        used.append(step(net, optimizer, rate_in_step))
+        run.step(1.0)
+    assert used[3] == pytest.approx(0.01 * run.multipliers["lr/first"])
+    assert any(used[3] == pytest.approx(value) for value in values)
+    assert used == pytest.approx([used[3] * part for part in (0.25, 0.5, 0.75, 1.0)])
+    assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+def test_values_are_those_of_a_peak_that_a_framework_tells_of() -> None:
+    """It steps the scheduler itself, and the Ensemble knows of it only when it is made."""
+    net = Net()
+    optimizer, values = torch.optim.SGD(net.parameters(), lr=0.01), [0.04, 0.08]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step + 1, 4))
+    knob = hdet.LearningRate(values=values)
+    run = ensemble(net, [knob], optimizer=optimizer, count=2, total_steps=9)
+    run.simulate([(scheduler, 1)])
+    used = step(net, optimizer, rate_in_step)
+    assert any(used == pytest.approx(value / 4) for value in values)
+
+
+@both
 @pytest.mark.parametrize(("rho", "factor", "base", "used"), [
     (1.5, 1.0, 0.01, 0.012), (0.5, 1.0, 0.01, 0.005), (0.5, 0.1, 0.004, 0.004),
     (1.5, 9.0, 0.012, 0.012),
@@ -157,15 +177,6 @@ def test_betas_stay_below_one_whatever_the_correction(correction: float, beta2: 
     run = ensemble(Net(), [hdet.Betas(0.5, which=[1])], moments="average")
     force(run, correction)
     assert run.optimizer.param_groups[0]["betas"] == (0.9, beta2)
-
-
-def test_clipping_inside_a_fused_step_takes_the_replicas_norm() -> None:
-    net = Net()
-    optimizer = adamw(net, hdet.FusedAdamW, max_grad_norm=0.5)
-    run = ensemble(net, [hdet.ClipNorm(spread=0.4)], optimizer=optimizer, moments="reset")
-    used = step(net, optimizer, lambda opt: opt.max_grad_norm)
-    assert used == 0.5 * run.multipliers["clip_norm"] != 0.5
-    assert optimizer.max_grad_norm == run.value("clip_norm") == 0.5
 
 
 def test_any_number_of_the_groups_is_a_knob() -> None:

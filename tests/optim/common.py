@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,13 +16,18 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
-import hdet
 import hdet.optim
 from hdet import kernels
 from hdet import rules as facts
-from hdet.kernels.numbers import value_of
 from hdet.optim import FusedOptimizer
-from hdet.optim.masters import BESIDE_KEYS, kept_beside, kept_masters
+from hdet.testing.rules import (
+    Loop,
+    Update,
+    parameters,
+    replicate,
+    set_gradients,
+    state_of,
+)
 
 
 @contextmanager
@@ -31,27 +37,7 @@ def plans_made() -> Iterator[mock.Mock]:
         yield made
 
 
-SHAPES = [(33, 17), (17,), (0,), (5, 3, 2), (), (64,)]
 BACKENDS = ["cpu", "torch"]
-BF16 = torch.bfloat16
-STORED: dict[str, dict[str, Any]] = {
-    "float32": {},
-    "bfloat16": {"dtype": BF16},
-    "float32 masters": {"dtype": BF16, "master_weights": "fp32"},
-    "split masters": {"dtype": BF16, "master_weights": "split"},
-    "bfloat16 moments": {"moment_dtype": BF16},
-    "8 bits": {"moment_dtype": "8bit"},
-    "split, 8 bits": {"dtype": BF16, "master_weights": "split", "moment_dtype": "8bit"},
-    "stochastic": {"dtype": BF16, "stochastic_rounding": True},
-    "clipped": {"max_grad_norm": 1.0, "zero_gradients": True},
-    "averages": {"ema": (0.5, hdet.WeightAverage(decay=None, every=2))},
-    "split, averages": {"dtype": BF16, "master_weights": "split", "ema": 0.75},
-}
-"""of `replicated`; codes of 8 bits need the fixture `small_tensors_have_codes`"""
-
-
-Update = Callable[..., None]
-"""(group, number of the step, parameter, gradient, moments), which it changes in place"""
 PEERS: dict[str, Update] = {}
 """of rules that torch does not have, as torch would write them after decoupled decay"""
 
@@ -96,33 +82,9 @@ def ademamix(
     p.addcdiv_(m / (1 - beta1**t) + alpha * slow, root, value=-group["lr"])
 
 
-class Loop(Optimizer):
-    """One tensor after the other in float32, with decoupled decay."""
-
-    rule: facts.Rule
-
-    def __init__(self, params: Any, **settings: Any) -> None:
-        super().__init__(params, {**self.rule.settings, "maximize": False, **settings})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            group = {**group, "lr": float(group["lr"])}
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                state["step"] = state.get("step", torch.zeros(())) + 1
-                zeros = torch.zeros_like(param)
-                moments = [state.setdefault(name, zeros.clone()) for name in self.rule.moments]
-                g = -param.grad if group["maximize"] else param.grad
-                param.mul_(1 - group["lr"] * group["weight_decay"])
-                PEERS[self.rule.name](group, state["step"].item(), param, g, *moments)
-
-
-def _peer_of(rule: facts.Rule) -> type[Optimizer]:
+def _peer_of(rule: facts.Rule) -> Callable[..., Optimizer]:
     if rule.name in PEERS:
-        return type(f"Loop{rule.optimizer}", (Loop,), {"rule": rule})
+        return partial(Loop, rule=rule.name, update=PEERS[rule.name])
     return getattr(torch.optim, rule.takes or f"there is no @peer {rule.name}")
 
 
@@ -132,7 +94,7 @@ class Rule:
 
     name: str
     fused: type[FusedOptimizer]
-    peer: type[Optimizer]
+    peer: Callable[..., Optimizer]
     groups: list[dict[str, Any]]
     moments: tuple[str, ...]
     keeps: dict[str, Any]
@@ -205,7 +167,7 @@ FREE = Rule(
 )
 OURS = [*RULES, MUON, FREE]
 """for promises that need no peer; these two have tests of their own beside theirs"""
-TORCH_RULES = [rule for rule in RULES if rule.peer.__module__.startswith("torch.")]
+TORCH_RULES = [rule for rule in RULES if isinstance(rule.peer, type)]
 
 
 def names(rule: Rule) -> str:
@@ -214,11 +176,6 @@ def names(rule: Rule) -> str:
 
 each_rule = pytest.mark.parametrize("rule", OURS, ids=names)
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
-
-
-def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
 
 
 def groups(params: Sequence[Parameter], rule: Rule = BY_NAME["adamw"]) -> list[dict[str, Any]]:
@@ -230,25 +187,7 @@ def groups(params: Sequence[Parameter], rule: Rule = BY_NAME["adamw"]) -> list[d
     ]
 
 
-def set_gradients(
-    params: Sequence[Parameter],
-    step: int,
-    skip: Callable[[int, int], bool] = lambda step, i: False,
-    dtype: torch.dtype | None = None,
-) -> None:
-    generator = torch.Generator().manual_seed(1000 + step)
-    for i, param in enumerate(params):
-        gradient = torch.randn(param.shape, generator=generator)
-        param.grad = None if skip(step, i) else gradient.to(dtype or param.dtype)
-
-
-def run(optimizer: Any, params: Sequence[Parameter], steps: range, **options: Any) -> None:
-    for step in steps:
-        set_gradients(params, step, **options)
-        optimizer.step()
-
-
-Make = Callable[[list[Parameter], type], Optimizer]
+Make = Callable[[list[Parameter], Any], Optimizer]
 
 
 class Pair:
@@ -294,11 +233,6 @@ def assert_close(ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: fl
         torch.testing.assert_close(one.detach(), other.detach(), rtol=tolerance, atol=tolerance)
 
 
-def assert_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one.detach(), other.detach(), rtol=0, atol=0, equal_nan=True)
-
-
 def assert_norms(found: Mapping[Any, Tensor], gradients: Mapping[Any, Tensor]) -> None:
     """`gradient_norms()` beside torch's, of the gradients with these keys."""
     assert list(found) == list(gradients)
@@ -332,16 +266,6 @@ def assert_same_state(ours: Optimizer, theirs: Optimizer) -> None:
     assert one["param_groups"] == other["param_groups"]
 
 
-def state_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Of each parameter that has one, in the order of the groups."""
-    return [
-        optimizer.state[param]
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param in optimizer.state
-    ]
-
-
 def everything(optimizer: Any) -> list[Tensor]:
     """All tensors of its state, of the first parameter first and by name, and the parameters."""
     entries = [state[key] for state in state_of(optimizer) for key in sorted(state)]
@@ -351,13 +275,6 @@ def everything(optimizer: Any) -> list[Tensor]:
 
 # -- replicas --------------------------------------------------------------------------------------
 
-RHOS = [0.5, 1.0, 1.75]
-
-
-def copies(count: int) -> Callable[[Tensor], list[Tensor]]:
-    """For set_replicas."""
-    return lambda param: [param, *(param.detach().clone() for _ in range(count - 1))]
-
 
 def replicated(
     count: int = 3,
@@ -366,39 +283,12 @@ def replicated(
     transposed: bool = True,
     **options: Any,
 ) -> tuple[list[Parameter], FusedOptimizer, list[list[Tensor]]]:
-    """Parameters, their optimizer, and K sets that begin equal and have multipliers of their
-    own. Decay is not coupled, which replicas cannot share. `transposed`: in memory."""
-    params = parameters(dtype=dtype)
-    for param in params:
-        if transposed and param.dim() > 1:
-            param.data = param.data.mT.contiguous().mT
-    if rule is FREE:  # which is an average itself
-        options.pop("ema", None)
-    made = groups(params, rule)
-    for group in made if rule.fused.rule in facts.COUPLED else ():
-        group["weight_decay"] = 0.0
-    optimizer = rule.fused(made, lr=1e-2, **options)
-    optimizer.set_replicas(count, copies(count))
-    optimizer.multipliers = [[rho] * 3 for rho in (*RHOS, 0.75)[:count]]
-    sets: Any = [optimizer.replica_parameters(k) for k in range(count)]
-    return sets[0], optimizer, sets
+    """See `replicate`."""
+    made = groups(parameters(dtype=dtype), rule)
+    return replicate(rule.fused, made, count, transposed, **options)
 
 
 @torch.no_grad()
 def put(source: Sequence[Tensor], into: Sequence[Tensor]) -> None:
     for param, value in zip(into, source, strict=True):
         param.copy_(value)
-
-
-def values(optimizer: FusedOptimizer, k: int = 0) -> list[Tensor]:
-    """Copies of the float32 values of replica k, as the state has them, and of weights
-    beside them."""
-    found = []
-    first, own = optimizer.replica_parameters(0), optimizer.replica_parameters(k)
-    for param, tensor in zip(first, own, strict=True):
-        state = optimizer.state.get(param, {})
-        masters = kept_masters(state)
-        found.append(value_of(tensor.detach(), masters[k] if masters else None).clone())
-        for key in BESIDE_KEYS:
-            found += [one.clone() for one in kept_beside(state, key)[k : k + 1]]
-    return found

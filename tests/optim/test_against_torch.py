@@ -17,6 +17,7 @@ from torch.optim import Optimizer, lr_scheduler
 from hdet.optim import FusedAdamW
 from hdet.rules import DECOUPLED, StepSettings
 from hdet.rules import RULES as ALL_RULES
+from hdet.testing.rules import assert_equal, parameters, run, set_gradients
 
 from ..kernels import reference
 from .common import (
@@ -28,21 +29,9 @@ from .common import (
     Pair,
     Rule,
     assert_close,
-    assert_equal,
     groups,
     names,
-    parameters,
-    run,
-    set_gradients,
 )
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rule", RULES, ids=names)
-def test_a_hundred_steps(rule: Rule, backend: str) -> None:
-    pair = Pair(rule, backend=backend)
-    pair.go(100)
-    pair.check()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=names)

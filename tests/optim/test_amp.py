@@ -11,24 +11,19 @@ import pytest
 import torch
 
 from hdet.optim import FusedAdamW, FusedSGD
+from hdet.testing.rules import STORED, assert_equal, parameters, run, set_gradients, state_of
 
 from .common import (
     FREE,
     MUON,
-    STORED,
     Rule,
     assert_close,
-    assert_equal,
     assert_norms,
     each_backend,
     each_rule,
     everything,
     groups,
-    parameters,
     replicated,
-    run,
-    set_gradients,
-    state_of,
 )
 
 

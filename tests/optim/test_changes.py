@@ -17,6 +17,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
 from hdet.kernels import native
+from hdet.testing.rules import (
+    STORED,
+    assert_equal,
+    copies,
+    parameters,
+    run,
+    set_gradients,
+    state_of,
+)
 
 from .common import (
     BY_NAME,
@@ -25,21 +34,14 @@ from .common import (
     MUON_SETTINGS,
     OURS,
     RULES,
-    STORED,
     Pair,
     Rule,
-    assert_equal,
-    copies,
     each_backend,
     everything,
     groups,
     names,
-    parameters,
     plans_made,
     replicated,
-    run,
-    set_gradients,
-    state_of,
 )
 
 pytestmark = pytest.mark.usefixtures("small_tensors_have_codes")

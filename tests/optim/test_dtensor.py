@@ -25,9 +25,10 @@ from torch.nn import Parameter
 from torch.optim import AdamW
 
 from hdet.optim import FusedAdamW, FusedMuon, FusedSGD, matrices, newton_schulz
+from hdet.testing.rules import BF16, STORED, copies
 from tests.distributed import run_ranks
 
-from .common import BF16, BY_NAME, FREE, MUON, RULES, STORED, Rule, copies, plans_made
+from .common import BY_NAME, FREE, MUON, RULES, Rule, plans_made
 from .sharded import (
     Block,
     Twins,

@@ -17,8 +17,9 @@ from hdet.kernels import numbers
 from hdet.optim import FusedAdamW, FusedMuon
 from hdet.optim.moment_storage import SMALLEST
 from hdet.optim.snapshot import reset_moments
+from hdet.testing.rules import assert_equal
 
-from .common import FREE, RULES, assert_equal, everything
+from .common import FREE, RULES, everything
 
 SHAPES = [(70, 100), (SMALLEST,), (SMALLEST - 1,), (0,), ()]
 CODED = 2

@@ -14,28 +14,13 @@ from torch.nn import Parameter, ParameterList
 from torch.optim.swa_utils import AveragedModel
 
 import hdet
+from examples import diffusion
 from hdet import FusedAdamW, WeightAverage
 from hdet.kernels.numbers import value_of
 from hdet.optim.masters import kept_masters
+from hdet.testing.rules import BF16, assert_equal, copies, parameters, run, state_of, values
 
-from .common import (
-    BF16,
-    BY_NAME,
-    FREE,
-    MUON,
-    RULES,
-    Rule,
-    assert_equal,
-    copies,
-    each_backend,
-    groups,
-    names,
-    parameters,
-    replicated,
-    run,
-    state_of,
-    values,
-)
+from .common import BY_NAME, FREE, MUON, RULES, Rule, each_backend, groups, names, replicated
 
 STEPS = 40
 AVERAGES: dict[str, WeightAverage] = {
@@ -252,3 +237,8 @@ def test_who_has_no_average_says_so() -> None:
         with pytest.raises(ValueError, match=r"average 2 does not exist.* \d \(ema=\)"):
             optimizer.averaged(2).__enter__()
     assert BY_NAME["adamw"].fused(parameters()).ema == () == hdet.FusedLion(parameters()).ema
+
+
+def test_the_example_ends_lower_with_its_average() -> None:
+    of_weights, of_average = diffusion.main(600)
+    assert of_average < of_weights - 0.003

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import hdet
+from hdet.testing.rules import copies
 
 from ..freed import left_alive, tensors_of
-from .common import BACKENDS, FREE, RULES, copies
+from .common import BACKENDS, FREE, RULES
 
 pytestmark = pytest.mark.filterwarnings("ignore:no parameter's name says")
 

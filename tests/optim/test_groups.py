@@ -11,15 +11,9 @@ from torch.nn import Parameter
 from torch.optim import AdamW
 
 from hdet.optim import FusedAdamW, FusedSGD
+from hdet.testing.rules import parameters, set_gradients
 
-from .common import (
-    TORCH_RULES,
-    Pair,
-    Rule,
-    names,
-    parameters,
-    set_gradients,
-)
+from .common import TORCH_RULES, Pair, Rule, names
 
 
 def test_the_state_follows_a_parameter_to_its_device() -> None:

@@ -17,8 +17,9 @@ import hdet
 from hdet.kernels import native, numbers
 from hdet.optim import fused
 from hdet.optim import step_plans as plans
+from hdet.testing.rules import set_gradients
 
-from .common import RULES, TORCH_RULES, Pair, Rule, names, plans_made, set_gradients
+from .common import RULES, TORCH_RULES, Pair, Rule, names, plans_made
 
 
 @pytest.mark.parametrize("name", sorted({rule.fused.__name__ for rule in RULES}))

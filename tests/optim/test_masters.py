@@ -10,61 +10,22 @@ import torch
 from torch.nn import Parameter
 
 from hdet.optim import FusedAdamW
-
-from .common import (
-    BACKENDS,
-    OURS,
-    Rule,
+from hdet.testing.rules import (
     assert_equal,
-    groups,
-    names,
     parameters,
     run,
     set_gradients,
     state_of,
+    step_both,
     values,
 )
 
-KINDS = [
-    ("fp32", torch.bfloat16),
-    ("fp32", torch.float16),
-    ("split", torch.bfloat16),
-    ("split", torch.float16),
-]
-
-
-def step_both(a: Any, ours: list[Parameter], b: Any, theirs: list[Parameter], step: int) -> None:
-    """`theirs` in float32 gets the very gradients of `ours`."""
-    set_gradients(ours, step)
-    for one, other in zip(ours, theirs, strict=True):
-        other.grad = one.grad.float()  # type: ignore[union-attr]
-    a.step()
-    b.step()
+from .common import BACKENDS, groups
 
 
 def bfloat16_run(**options: Any) -> tuple[list[Parameter], FusedAdamW]:
     params = parameters(dtype=torch.bfloat16)
     return params, FusedAdamW(groups(params), lr=1e-2, **options)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("master_weights", "dtype"), KINDS)
-@pytest.mark.parametrize("rule", OURS, ids=names)
-def test_masters_step_as_float32_parameters_would(
-    rule: Rule, master_weights: str, dtype: torch.dtype, backend: str
-) -> None:
-    ours = parameters(dtype=dtype)
-    theirs = [Parameter(param.detach().float()) for param in ours]
-    a = rule.fused(groups(ours, rule), lr=1e-2, backend=backend, master_weights=master_weights)
-    b = rule.fused(groups(theirs, rule), lr=1e-2, backend=backend)
-    for step in range(5):
-        step_both(a, ours, b, theirs, step)
-    assert_equal(values(a), values(b))
-    split = (master_weights, dtype) == ("split", torch.bfloat16)
-    key = "remainder" if split else "master_param"
-    assert all(state.keys() & {"remainder", "master_param"} == {key} for state in state_of(a))
-    if not split:
-        assert_equal(ours, [param.to(dtype) for param in theirs])
 
 
 @pytest.mark.parametrize("master_weights", ["fp32", "split"])

@@ -27,9 +27,10 @@ from hdet.optim import (
     matrices,
     newton_schulz,
 )
+from hdet.testing.rules import assert_equal, copies
 from tests.harness import Run, model
 
-from .common import MUON_SETTINGS, assert_close, assert_equal, copies
+from .common import MUON_SETTINGS, assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:no parameter's name says")
 
@@ -75,12 +76,6 @@ def run(optimizer: Any, params: Sequence[Tensor], steps: range, **given: Any) ->
 
 def states(optimizer: FusedMuon, params: Sequence[Tensor]) -> list[dict[str, Any]]:
     return [optimizer.state.get(param, {}) for param in params]
-
-
-def assert_same_states(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[key], other[key]) for key in one if key[:7] != "replica")
 
 
 # -- the twin --------------------------------------------------------------------------------------

@@ -27,20 +27,9 @@ from hdet.optim import (
     FusedSGD,
     hidden_matrix,
 )
+from hdet.testing.rules import assert_equal, copies, parameters, run, set_gradients
 
-from .common import (
-    BY_NAME,
-    FREE,
-    MUON,
-    Rule,
-    assert_equal,
-    copies,
-    everything,
-    groups,
-    parameters,
-    run,
-    set_gradients,
-)
+from .common import BY_NAME, FREE, MUON, Rule, everything, groups
 
 pytestmark = pytest.mark.filterwarnings("ignore:no parameter's name says")
 

@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from hdet import kernels
 from hdet.optim import FusedAdamW
-from hdet.optim.masters import REPLICA_KEYS
+from hdet.testing.rules import STORED, assert_equal, copies, parameters, run, state_of, values
 
-from .common import (
-    BY_NAME,
-    FREE,
-    RHOS,
-    STORED,
-    Rule,
-    assert_equal,
-    copies,
-    each_backend,
-    each_rule,
-    names,
-    parameters,
-    put,
-    replicated,
-    run,
-    state_of,
-    values,
-)
+from .common import BY_NAME, FREE, Rule, each_backend, names, put, replicated
 
 WEIGHTS = [0.2, 0.5, 0.3]
 SEVERAL = pytest.mark.parametrize("rule", [BY_NAME["adamw"], FREE], ids=names)
@@ -41,48 +22,6 @@ MASTERS = pytest.mark.parametrize("stored", ["float32 masters", "split masters"]
 KEPT = pytest.mark.parametrize(
     "stored", ["float32", "float32 masters", "split masters", "split, averages"]
 )
-
-ON_TORCH = ["float32", "split, 8 bits", "averages"]
-
-
-def shared(optimizer: Any) -> list[Tensor]:
-    """What all replicas have one of."""
-    own = ("z", "ema", "ema_1", "master_param", "remainder", *REPLICA_KEYS)
-    return [state[k] for state in state_of(optimizer) for k in sorted(state) if k not in own]
-
-
-@pytest.mark.usefixtures("small_tensors_have_codes")
-@pytest.mark.parametrize(
-    ("stored", "backend"),
-    [*((name, "cpu") for name in STORED), *((name, "torch") for name in ON_TORCH)],
-)
-@each_rule
-def test_replicas_step_as_separate_runs_would(rule: Rule, stored: str, backend: str) -> None:
-    """Bitwise, also where a parameter begins later, in the modes of schedule-free, and after a copy
-    and a state."""
-    params: Any
-    params, together, _ = replicated(3, rule, **STORED[stored], backend=backend)
-    alone = [replicated(1, rule, **STORED[stored], backend=backend)[:2] for _ in RHOS]
-    for k, (rho, (_, one)) in enumerate(zip(RHOS, alone, strict=True)):
-        one.multipliers, one.first_replica = [[rho] * 3], k
-    for step in range(5):
-        for own, one in ((params, together), *alone):
-            run(one, own, range(step, step + 1), skip=lambda step, i: (step, i) == (0, 2))
-        for change in ("eval", "train") if rule is FREE and step else ("",):
-            for k, (_, one) in enumerate(alone):
-                if change:
-                    getattr(one, change)()
-                    if k == 0:
-                        getattr(together, change)()
-                assert_equal(together.replica_parameters(k), one.replica_parameters(0))
-                assert_equal(values(together, k), values(one))
-                assert_equal(shared(together), shared(one))
-        if step == 3:
-            params, together = copy.deepcopy((params, together))
-            together.load_state_dict(copy.deepcopy(together.state_dict()))
-    if stored == "clipped":
-        assert not any(p.grad.any() for p in params)
-        assert_equal(list(together.gradient_norms().values()), list(one.gradient_norms().values()))
 
 
 @each_backend

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hdet.optim import FusedScheduleFreeAdamW
+from hdet.testing.rules import parameters, run
 
-from .common import BACKENDS, assert_close, parameters, put, run
+from .common import BACKENDS, assert_close, put
 
 SETTINGS: list[dict[str, Any]] = [
     {},

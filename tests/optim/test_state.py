@@ -4,8 +4,6 @@ ones."""
 from __future__ import annotations
 
 import copy
-import io
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,32 +13,17 @@ from torch.nn import Parameter
 from torch.optim import SGD
 
 from hdet.optim import FusedAdamW
+from hdet.testing.rules import parameters, run, state_of, through_a_file
 
 from .common import (
     BY_NAME,
-    FREE,
-    MUON,
-    OURS,
-    STORED,
     TORCH_RULES,
     Pair,
     Rule,
     assert_close,
-    assert_equal,
     groups,
     names,
-    parameters,
-    replicated,
-    run,
-    state_of,
 )
-
-
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("passed_on", [copy.deepcopy, through_a_file], ids=["copy", "file"])
@@ -66,63 +49,6 @@ def test_states_pass_both_ways_in_the_middle_of_a_run(
     if rule.peer is not SGD:
         steps = [state["step"] for state in state_of(pair.a)]
         assert {(step.item(), step.dtype) for step in steps} == {(15, torch.float32)}
-
-
-KINDS = {
-    "bfloat16 moments": {torch.bfloat16},
-    **{stored: {torch.float32, torch.uint8} for stored in ("8 bits", "split, 8 bits")},
-}
-"""of first moments"""
-STATES = [
-    *((rule, 1, stored) for rule in OURS for stored in ("float32", "bfloat16", "split, 8 bits")),
-    *(
-        (BY_NAME["adamw"], count, f"{kind} masters")
-        for kind in ("float32", "split")
-        for count in (1, 3)
-    ),
-    *((rule, 3, kind) for rule in (BY_NAME["adamw"], MUON, FREE) for kind in ("float32", "8 bits")),
-    *((rule, 3, "split masters") for rule in (MUON, FREE)),
-    *((rule, count, "split, averages") for rule in (BY_NAME["adamw"], MUON) for count in (1, 3)),
-]
-
-
-@pytest.mark.usefixtures("small_tensors_have_codes")
-@pytest.mark.parametrize("model_first", [True, False], ids=["model first", "optimizer first"])
-@pytest.mark.parametrize(("rule", "count", "stored"), STATES)
-def test_our_state_resumes_bitwise(rule: Rule, count: int, stored: str, model_first: bool) -> None:
-    """Of several replicas in the middle of a cycle.
-
-    Moments stay what they are, which torch's load_state_dict would cast to the parameter's dtype;
-    what is saved of 8 bits are float32 values.
-    """
-    (ours, a, _), (theirs, b, sets) = (replicated(count, rule, **STORED[stored]) for _ in range(2))
-    run(a, ours, range(3), skip=lambda step, i: (step, i) == (1, 2))
-    saved = through_a_file(
-        {"model": [param.detach() for param in ours], "optimizer": a.state_dict()}
-    )
-    assert not any(
-        key.endswith("_scale") for x in saved["optimizer"]["state"].values() for key in x
-    )
-    run(b, theirs, range(7, 9))  # it has gone elsewhere
-    if not model_first:
-        b.load_state_dict(saved["optimizer"])
-    with torch.no_grad():
-        for param, value in zip(theirs, saved["model"], strict=True):
-            param.copy_(value)  # as Module.load_state_dict
-    if model_first:
-        b.load_state_dict(saved["optimizer"])
-    for k in range(count):
-        assert all(map(operator.is_, b.replica_parameters(k), sets[k])), "in place"
-    for optimizer, params in ((a, ours), (b, theirs)):
-        run(optimizer, params, range(3, 5))
-        optimizer.average_replicas([1.0, 2.0, 3.0][:count])
-        run(optimizer, params, range(5, 6))
-    for k in range(count):
-        assert_equal(a.replica_parameters(k), b.replica_parameters(k))
-    for one, other in zip(state_of(a), state_of(b), strict=True):
-        kinds = {one[name].dtype for name in rule.moments[:1] if name in one}
-        assert kinds <= KINDS.get(stored, {torch.float32})
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

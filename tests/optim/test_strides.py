@@ -12,21 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import hdet
+from hdet.testing.rules import STORED, assert_equal, run
 
-from .common import (
-    BACKENDS,
-    BY_NAME,
-    MUON,
-    RULES,
-    STORED,
-    Rule,
-    assert_equal,
-    each_rule,
-    everything,
-    names,
-    replicated,
-    run,
-)
+from .common import BACKENDS, BY_NAME, MUON, RULES, Rule, each_rule, everything, names, replicated
 
 
 def model(channels_last: bool = True) -> nn.Module:

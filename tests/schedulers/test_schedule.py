@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torchs
 
 import hdet
-from tests.harness import Scripted, TwoReplicas, force, policies
+from tests.harness import Run, Scripted, TwoReplicas, force, policies
 
 from .cases import (
     Toy,
@@ -378,6 +378,24 @@ def test_a_controller_is_shown_the_schedule_and_the_values_that_the_groups_hold(
     assert [held for *_, held in seen] == [
         pytest.approx(of) for of in ([0.5, 0.1], [0.5, 0.05], [0.125, 0.1], [0.03125, 0.2])
     ]
+
+
+def restarts(optimizer: Any) -> Any:
+    parts = [torchs.CosineAnnealingWarmRestarts(optimizer, 9), torchs.StepLR(optimizer, 6, 0.3)]
+    return torchs.SequentialLR(optimizer, parts, [20])
+
+
+@pytest.mark.parametrize("make", [lambda o: torchs.StepLR(o, 6, 0.3), restarts, None])
+@pytest.mark.parametrize("at", [11, 13, 24])
+def test_a_rate_that_is_a_tensor_is_resumed_bitwise(make: Any, at: int) -> None:
+    """Between two steps of its schedule, corrected."""
+    make_run = lambda: Run(
+        lr=torch.tensor(3e-3), scheduler=make, controller=Scripted([0.7, 1.3, 1.1]), spread=0.0
+    )
+    run = make_run().steps(at)
+    other = make_run().loaded(run.saved())
+    assert torch.equal(run.steps(12).weights(), other.steps(12).weights())
+    assert run.rate == other.rate
 
 
 def test_a_state_comes_back_from_json() -> None:

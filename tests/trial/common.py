@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 import hdet
 from hdet.trial.rule import SCORES, STEPS
-from tests.harness import Run, model, taught
+from tests.harness import Batch, Run, model, taught
 
 ALL = STEPS + SCORES
 """steps of a trial"""
@@ -20,6 +21,7 @@ def sgd(parameters: Any, lr: float, weight_decay: float = 0.0) -> torch.optim.SG
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
 
 
+WITHOUT = {"closure": False}
 OPTIMIZERS = {
     "AdamW": torch.optim.AdamW,
     "FusedAdamW": hdet.FusedAdamW,
@@ -46,6 +48,11 @@ def auto_run(
     usual = {"total": 1500, "every": 100, "spread": 0.0, "data": taught, "closure": True}
     net, search = net or model(), make if controlled else None
     return Run(rank, net=net, lr=lr, search=search, **{**usual, **settings})
+
+
+def not_numbers(key: int) -> Batch:
+    x, y = taught(key)
+    return x, y * math.nan
 
 
 def noisy() -> nn.Module:
@@ -76,7 +83,8 @@ def training(
     """A loop for models that `Run` does not know: yields its Ensemble after each step; ``plain``:
     it has none."""
     optimizer = optimizer or torch.optim.AdamW(net.parameters(), lr=lr)
-    ensemble = None if plain else hdet.Ensemble(optimizer, total_steps=1500, **settings)
+    settings = {"total_steps": 1500, **settings}
+    ensemble = None if plain else hdet.Ensemble(optimizer, **settings)
     for step in range(steps):
         optimizer.zero_grad()
         losses_at(step).mean().backward()

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import hdet
 from hdet.trial.displacement import Displacement, medians
 from hdet.trial.rule import MULTIPLES, SCORES, STEPS, Arm, arm_factor
-from hdet.trial.steps import CEILING
 from tests.distributed import run_ranks
 from tests.ensemble.helpers import same
 from tests.harness import Run, loss_of, losses_of, model, taught
@@ -244,9 +243,9 @@ def test_each_replica_may_train_arms_of_its_own(world: int, ddp: bool) -> None:
     found = [each for each, _ in run_ranks(spread_arms, world, 1e-6, ddp, True)]
     interval, cost, moved = found[0]
     assert all(each == found[0] for each in found) and moved > 10
-    assert len(interval.trial.arms) == 5 and interval.trial.ceiling == CEILING
-    # arms of one replica, and six scores of a third of a step
-    assert cost <= STEPS * -(-5 // world) + SCORES * 2
+    assert len(interval.trial.arms) == 5 and interval.trial.smaller_batch == world
+    # in the first step all arms, then those of one replica, and six scores of a third of a step
+    assert cost <= 5 + (STEPS - 1) * -(-5 // world) + SCORES * 2
 
 
 def test_replicas_that_train_arms_of_their_own_leave_the_run_as_it_was() -> None:

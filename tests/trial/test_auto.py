@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import re
-import warnings
 from typing import Any
 
 import pytest
@@ -19,15 +17,9 @@ from hdet.trial.rule import BROKEN, SCORES, STEPS, RateInterval
 from tests.ensemble.helpers import same
 from tests.harness import Run, batch, loss_of, losses_of, model, taught
 
-from .common import ALL, auto_run, searched, sgd, training
+from .common import ALL, WITHOUT, auto_run, not_numbers, searched, sgd, training
 
-WITHOUT = {"closure": False}
 """Only the run's own steps are looked at."""
-
-
-def not_numbers(key: int) -> Any:
-    x, y = taught(key)
-    return x, y * math.nan
 
 
 @pytest.mark.parametrize(
@@ -50,6 +42,23 @@ def test_a_rate_that_is_far_off_moves_into_the_interval_and_a_good_one_stays(
     plain.steps(0 if factor < 1 else run.index)
     assert torch.equal(run.weights(), plain.weights())
     assert same(run.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("closure", [True, False])
+def test_a_rate_that_is_set_in_the_middle_of_a_search_stays(closure: bool) -> None:
+    """And ends the search; one that is set before is where it begins."""
+    runs = [auto_run(1e-5, closure=closure, controlled=on) for on in (True, False)]
+    for run in runs:
+        run.ensemble.set_value("lr", 0.5 * run.rate)
+        run.steps(10).ensemble.set_value("lr", 3 * run.rate)
+        run.steps(100)
+    run, plain = runs
+    assert run.search.done and run.ensemble.corrections["lr"] == pytest.approx(1.5, rel=1e-6)
+    assert torch.equal(run.weights(), plain.weights())
+    assert any("stays (set_value() has set the rate)" in note for note in run.notes())
+    early = auto_run(1e-5, closure=False)
+    early.ensemble.set_value("lr", 0.5 * early.rate)
+    assert searched(early).ensemble.corrections["lr"] > 50
 
 
 class Taught(nn.Module):
@@ -262,23 +271,6 @@ def test_a_run_that_is_resumed_in_the_middle_of_a_trial_begins_it_again() -> Non
     assert len(told) == 1
     assert again.steps(ALL - 1).search.interval is None
     assert again.steps(1).search.done and again.ensemble.corrections["lr"] > 2
-
-
-@pytest.mark.parametrize(
-    ("lr", "settings"), [(1e-3, {}), (30.0, {}), (1e-6, WITHOUT), (1e-3, {"data": not_numbers})]
-)
-def test_a_run_that_is_resumed_after_its_trial_is_the_one_that_went_on(
-    lr: float, settings: dict[str, Any]
-) -> None:
-    run = searched(auto_run(lr, every=1000, **settings))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        again = auto_run(lr, every=1000, **settings).loaded(run.saved())
-    assert again.search.interval == run.search.interval
-    before = re.sub(r", [\d.]+ s, .* of copies", "", run.ensemble.report())
-    assert again.ensemble.report() == before.partition("\nthe median")[0]
-    assert same(again.steps(5).weights().nan_to_num(), run.steps(5).weights().nan_to_num())
-    assert again.rate == run.rate
 
 
 def test_a_damaged_state_is_refused_and_nothing_changed() -> None:

@@ -49,7 +49,7 @@ CASES: dict[str, tuple[Trial, float, float]] = {
     "best at the end": (by_losses(WORSE, (1.3, 1.3), BEST), 100.0 * 100 ** (1 / 3), math.inf),
     "no arm has learned anything": (by_losses(WORSE, BEST, WORSE, first=1.19), 0.0, math.inf),
     "one has": (by_losses(WORSE, BEST, WORSE, first=1.21), 10.0, 1000.0),
-    "arms on parts of a batch": (by_losses(WORSE, BEST, WORSE, ceiling=8.0), 10.0, 8000.0),
+    "arms on parts of a batch": (by_losses(WORSE, BEST, WORSE, smaller_batch=4.0), 20.0, 2000.0),
     "displacement beyond the arms, in proportion": (moved(1.0), 0.1, 20.0),
     "between them, in logarithms": (Trial(1.0, ACROSS), 5.0, 100 * 100 ** (1 / 3)),
     "an uncertain one raises the high end alone": (moved(1.0, uncertainty=2.0), 0.1, 40.0),
@@ -148,7 +148,7 @@ def test_a_displacement_off_the_scale_is_measured_again_at_a_lower_rate() -> Non
 
 @pytest.mark.parametrize("ends", [(WORSE, BEST, WORSE), (BEST, TIED, ())])
 def test_it_comes_back_from_json(ends: tuple[tuple[float, ...], ...]) -> None:
-    found = by_losses(*ends, pretrained=True, uncertainty=2.0, ceiling=3.0).interval(500)
+    found = by_losses(*ends, pretrained=True, uncertainty=2.0, smaller_batch=3.0).interval(500)
     assert Trial.from_dict(json.loads(json.dumps(asdict(found.trial)))) == found.trial
     assert RateInterval.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False))) == found
 

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from ..problems import Batch
 from .finetuning import Adapted
-from .kit import Draw, Examples, Field, each_place, either, labelled, mlp, squares
+from .kit import Draw, Examples, Field, each_place, either, for_muon, labelled, mlp, squares
 
 Parts = tuple[Batch, Batch, Batch]
 """What trains, what validates, and what does neither."""
@@ -814,17 +814,9 @@ def _added(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(logits.transpose(1, 2), x[:, -ANSWER:], reduction="none").mean(1)
 
 
-def _for_muon(model: nn.Module) -> list[dict[str, Any]]:
-    """The blocks' matrices, and the rest."""
-    named = list(model.named_parameters())
-    hidden = [p for name, p in named if name.startswith("blocks.") and p.dim() == 2]
-    rest = [p for name, p in named if not (name.startswith("blocks.") and p.dim() == 2)]
-    return [{"params": hidden, "use_muon": True}, {"params": rest, "use_muon": False}]
-
-
 @of_draws(
     "gpt-addition", "the digits of a sum", "fused-muon", "linear", 1e-3,
-    _Addition, _added, key="addition", size=24, decay=_for_muon,
+    _Addition, _added, key="addition", size=24, decay=for_muon,
 )  # fmt: skip
 def _sums(g: Draw, count: int) -> Batch:
     """Of a pair's 16 classes 14 train, one validates, and one is spared."""

@@ -1,0 +1,160 @@
+"""The base value moves to the best of those that replicas have tried."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from ..core.evidence import Evidence, Run
+from ..core.plan import Decision, Plan
+from ..core.schema import COUNT, FLAG, Check, list_of, number
+from ..core.spread import assignment, check_spread
+from ..core.validate import whole
+from .near_peak import NearPeak
+
+__all__ = ["BestValueController"]
+
+Points = Sequence[Sequence[float]]
+"""[(multiplier, mean training loss of the replicas that had it)], in the order of multipliers."""
+
+
+class BestValueController(NearPeak):
+    """Moves the base value to the best of the values that replicas try, then to the better half of
+    a small spread around it.
+
+    First, where a knob has values, multipliers or a ratio: after ``cycles`` cycles its base value
+    moves to the one with the lowest mean training loss. Replicas try another one in each cycle, so
+    what their data do is averaged out. One with a loss that is missing or not finite never wins.
+    Then half of the replicas train a little above the base value and half below, as far as the
+    knob's spread says or else ``spread``. It moves to that half if its loss was lower in each of
+    ``cycles`` cycles: without an effect that happens in 2 of 2**cycles decisions.
+
+    Args:
+        cycles: watched for a decision.
+        spread: alpha in [0, 1) of what follows; 0: nothing does.
+        freeze_after: see `Controller`.
+
+    Cycles count while the schedule is near its peak (docs/choosing.md). A training loss says what a
+    value does within a cycle: in short ones a low rate looks better than it is. Give replicas
+    gradients of their own (``gradients="local"``): with shared ones they train at the mean of the
+    values.
+
+    Raises:
+        ValueError: a setting out of its range.
+
+    Example::
+
+        ensemble = hdet.Ensemble(
+            optimizer,
+            knobs=[hdet.LearningRate(multipliers=[0.1, 0.5, 1, 5])],
+            controller=hdet.BestValueController(),
+            replicas=hdet.Replicas(0, 4, None),
+        )
+    """
+
+    state_keys: Mapping[str, Check] = {
+        **NearPeak.state_keys,
+        "cycle": COUNT,
+        "has_chosen": FLAG,
+        "corrections": list_of(number(1e-100)),
+        "window": list_of(list_of(list_of(list_of(number(-math.inf, math.inf), 2)))),
+    }
+
+    def __init__(
+        self, cycles: int = 4, spread: float = 0.1, *, freeze_after: float | None = None
+    ) -> None:
+        super().__init__(freeze_after)
+        self.cycles, self.spread = whole(cycles, "cycles"), check_spread(spread)
+        self.enough = cycles
+        self.cycle = 0
+        """The next one."""
+        self.has_chosen = False
+        """Is there nothing left to choose from but halves?"""
+        self.corrections: list[float] = []
+        """[knob]: while it was watched."""
+        self.window: list[list[Points]] = []
+        """[cycle watched][knob]."""
+
+    def start(self, run: Run) -> None:
+        super().start(run)
+        self._names, self._replicas = [knob.name for knob in run.knobs], run.replicas
+        self._scales = [knob.scale for knob in run.knobs]
+        grids = [knob.grid for knob in run.knobs]
+        self._spreads = [grid.spread or self.spread * grid.explores for grid in grids]
+        self._chooses = [grid.explores and not grid.spread for grid in grids]
+        self.has_chosen = not any(self._chooses)
+
+    @property
+    def idle(self) -> bool:
+        return super().idle or (self.has_chosen and not any(self._spreads))
+
+    def report(self) -> str:
+        if self.idle:
+            return "rests: replicas train alike, and values stay where they are"
+        tried = "better half of the replicas" if self.has_chosen else "best that replicas try"
+        return f"a value moves to the {tried} in {self.cycles} cycles near the schedule's peak"
+
+    def plan(self) -> Plan:
+        if self.idle or not self.has_chosen:
+            return super().plan()
+        count = self._replicas
+        half, rest = divmod(count, 2)
+        signs = [-1] * half + [0] * rest + [1] * half
+        return Plan(
+            multipliers=[
+                [1 + spread * signs[place] for place in assignment(0, self.cycle, name, count)]
+                for name, spread in zip(self._names, self._spreads, strict=True)
+            ]
+        )
+
+    def decide(self, evidence: Evidence) -> list[Decision]:
+        nothing = [Decision()] * len(evidence.knobs)
+        self.cycle = evidence.cycle + 1
+        is_near = all(self.look(evidence))
+        if self.corrections != list(evidence.corrections):  # also by a rollback or by hand
+            self.window, self.corrections = [], list(evidence.corrections)
+        if not is_near or not any(loss is not None for loss in evidence.losses):
+            return nothing
+        self.window.append([_points(row, evidence.losses) for row in evidence.multipliers])
+        if len(self.window) < self.cycles:
+            return nothing
+        windows, self.window = list(zip(*self.window, strict=True)), []
+        found = [
+            _better_half(window) if self.has_chosen else _best(window) if chooses else None
+            for window, chooses in zip(windows, self._chooses, strict=True)
+        ]
+        self.has_chosen = True
+        return [self._decide(k, best, evidence) for k, best in enumerate(found)]
+
+    def _decide(self, k: int, best: float | None, evidence: Evidence) -> Decision:
+        if best is None:
+            return Decision()
+        scale, base = self._scales[k], evidence.values[k]
+        value = scale.fanned(base, best)
+        others = "than the other values" if best == 1 else f"than {base:.4g}"
+        note = f"{value:.4g} was better {others} in {self.cycles} cycles"
+        return Decision(factor=scale.factor_to(best), note=note)
+
+
+def _points(multipliers: Sequence[float], losses: Sequence[float | None]) -> Points:
+    """The loss is infinite where one of them is missing."""
+    by_value: dict[float, list[float]] = {}
+    for rho, loss in sorted(zip(multipliers, losses, strict=True), key=lambda pair: pair[0]):
+        by_value.setdefault(rho, []).append(math.inf if loss is None else loss)
+    return [[rho, math.fsum(of) / len(of)] for rho, of in by_value.items()]
+
+
+def _best(window: Sequence[Points]) -> float | None:
+    """The multiplier with the lowest loss over all cycles, of those that were tried in each."""
+    cycles = [{rho: loss for rho, loss in points} for points in window]
+    totals = {rho: sum(losses.get(rho, math.inf) for losses in cycles) for rho in cycles[0]}
+    finite = [rho for rho, total in totals.items() if math.isfinite(total)]
+    return min(finite, key=totals.__getitem__, default=None)
+
+
+def _better_half(window: Sequence[Points]) -> float | None:
+    """The multiplier of the half that was better in each cycle."""
+    for better, other in ((0, -1), (-1, 0)):
+        if all(points[better][1] < points[other][1] for points in window):
+            return window[0][better][0]
+    return None
