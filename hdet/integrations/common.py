@@ -104,9 +104,9 @@ class Adapter:
             logs: is this the process whose ``log`` is called?
 
         Raises:
-            ValueError: one search or controller for several optimizers; the trial of an
-                AutoLR, where none can be made; states of other optimizers. It can be called again
-            then.
+            ValueError: one search or controller for several optimizers; the trial of an AutoLR,
+                where none can be made; states of other optimizers. `begin` can be called again
+                then.
         """
         self._model, self._logs, self._settings = model, logs, settings
         self.ensembles = []
