@@ -142,9 +142,12 @@ class Adapter:
                 )
             if obstacle is not None:
                 raise ValueError(f"AutoLR {obstacle}")
-        if search is not None:
-            search.framework = self
-        ensemble = Ensemble(optimizer, **made)
+        with ExitStack() as refused:
+            if search is not None:
+                refused.callback(setattr, search, "framework", search.framework)
+                search.framework = self
+            ensemble = Ensemble(optimizer, **made)
+            refused.pop_all()
         ensemble.report_to(self.tell)
         return ensemble
 
