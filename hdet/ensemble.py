@@ -70,8 +70,8 @@ class Ensemble:
             it on the rank that writes.
 
     Keep it for as long as the run lasts: one that is dropped is closed. Between steps param_groups,
-    and whatever else a knob moves, hold base values, the same on all ranks. Only the end of a cycle
-    communicates, but for a trial and some ways of averaging.
+    and whatever else a knob moves, hold base values, the same on all ranks. Only the first step,
+    the end of a cycle and a trial communicate.
     Replicas that cannot differ and are bitwise equal are not touched: spread 0 is bitwise
     data-parallel training.
 

@@ -72,8 +72,9 @@ class Grid:
             least = 0.0 if name == "multipliers" else -float("inf")
             is_list = isinstance(given, Sequence) and all(finite(x) and x > least for x in given)
             if not is_list or len(set(given)) < 2:
+                positive = "positive " * (name == "multipliers")
                 raise ValueError(
-                    f"{name} must be a list of positive numbers, two of them different at least, "
+                    f"{name} must be a list of {positive}numbers, two of them different at least, "
                     f"such as {name}=[0.5, 1.0, 2.0], got {given!r}"
                 )
             object.__setattr__(self, name, tuple(given))

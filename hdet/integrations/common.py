@@ -104,9 +104,9 @@ class Adapter:
             logs: is this the process whose ``log`` is called?
 
         Raises:
-            ValueError: one search or controller for several optimizers; the trial of an
-                AutoLR, where none can be made; states of other optimizers. It can be called again
-            then.
+            ValueError: one search or controller for several optimizers; the trial of an AutoLR,
+                where none can be made; states of other optimizers. `begin` can be called again
+                then.
         """
         self._model, self._logs, self._settings = model, logs, settings
         self.ensembles = []
@@ -142,9 +142,12 @@ class Adapter:
                 )
             if obstacle is not None:
                 raise ValueError(f"AutoLR {obstacle}")
-        if search is not None:
-            search.framework = self
-        ensemble = Ensemble(optimizer, **made)
+        with ExitStack() as refused:
+            if search is not None:
+                refused.callback(setattr, search, "framework", search.framework)
+                search.framework = self
+            ensemble = Ensemble(optimizer, **made)
+            refused.pop_all()
         ensemble.report_to(self.tell)
         return ensemble
 

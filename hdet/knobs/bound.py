@@ -40,7 +40,8 @@ class Knob(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Explored:
-    """What all knobs take in the place of ``spread``; one of them at most.
+    """What all knobs take in the place of ``spread``; one of them at most. A subclass has a field
+    ``spread``, with a default.
 
     Args:
         values: the base values that are tried while the schedule is at its peak, such as

@@ -27,9 +27,8 @@ from .setup import Setup
 
 __all__ = ["Cycles", "ReplicasDiverged"]
 
-
 _NO_TRIAL: tuple[dict[str, Any] | None, float, float] = None, 0.0, 0.0
-"""What one has measured, its cost in steps, its milliseconds."""
+"""What a search has measured, its cost in steps, its milliseconds."""
 
 
 class ReplicasDiverged(RuntimeError):
@@ -70,7 +69,7 @@ class Cycles:
         self.notes: list[str] = []
         """For the next record."""
         self.trial = _NO_TRIAL
-        """What a search has measured, for the next record, and its cost in steps."""
+        """Of a search, for the next record."""
         self.has_explored = False
         """Was `Ensemble.explore` entered in this cycle?"""
         self.can_part = False

@@ -266,7 +266,7 @@ class Arms:
 
 @contextmanager
 def _without_reduction(run: Searched) -> Iterator[None]:
-    """DDP reduces nothing in an arm's backward pass (`Arms._average` does), so that neither its
+    """DDP reduces nothing in an arm's backward pass (`Arms._gradients` does), so that neither its
     buckets nor the memory of a communication hook see it; and sends no buffers. With
     find_unused_parameters it has to: it remembers which ones were used."""
     if not run.leaves_gradients:

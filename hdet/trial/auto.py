@@ -302,7 +302,7 @@ class AutoLR:
         )
         self.close()
         if not has_measured:
-            self._run, self.done = None, False
+            self._run, self.framework, self.done = None, None, False
 
     @property
     def _budget(self) -> Budget:

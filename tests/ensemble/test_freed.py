@@ -182,7 +182,7 @@ class Measuring(hdet.Controller):
 
 
 @pytest.mark.parametrize("at", ["watch", "reset", "attach", "build"])
-@pytest.mark.filterwarnings("ignore:total_steps is|ignore:the run has")
+@pytest.mark.filterwarnings("ignore:total_steps is", "ignore:the run has")
 def test_a_refused_one_has_changed_nothing(at: str) -> None:
     """Neither in what it was given, nor in what becomes of it in the next one."""
     runs = []

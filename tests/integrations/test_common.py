@@ -187,6 +187,7 @@ def test_a_beginning_that_was_refused_leaves_nothing_to_the_next(refused: str) -
     with pytest.raises(ValueError, match="seed must be|lacks"):
         adapter.begin(optimizers, [right, settings][-count:], MODEL, logs=True)
     assert adapter.ensembles == [] and adapter.saved_states == states
+    assert "search" not in settings or settings["search"].framework is None
     adapter.saved_states = ()
     adapter.begin(optimizers, [right] * count, MODEL, logs=True)
     assert [ensemble.optimizer for ensemble in adapter.ensembles] == optimizers
