@@ -110,10 +110,12 @@ class BestValueController(NearPeak):
     def decide(self, evidence: Evidence) -> list[Decision]:
         nothing = [Decision()] * len(evidence.knobs)
         self.cycle = evidence.cycle + 1
-        is_near = all(self.look(evidence))
+        # The first cycle of a warm restart was planned far from the peak: replicas trained alike.
+        differs = any(len(set(row)) > 1 for row in evidence.multipliers)
+        counts = all(self.look(evidence)) and differs
         if self.corrections != list(evidence.corrections):  # also by a rollback or by hand
             self.window, self.corrections = [], list(evidence.corrections)
-        if not is_near or not any(loss is not None for loss in evidence.losses):
+        if not counts or not any(loss is not None for loss in evidence.losses):
             return nothing
         self.window.append([_points(row, evidence.losses) for row in evidence.multipliers])
         if len(self.window) < self.cycles:

@@ -169,6 +169,17 @@ def test_only_cycles_near_the_peak_count_and_past_it_replicas_train_alike() -> N
     assert run.controller.idle and not run.engine.explores and run.base == 0.5
 
 
+def test_replicas_that_train_alike_until_the_schedule_rises_again_say_nothing() -> None:
+    """CosineAnnealingWarmRestarts: a cycle begins far from the peak, and ends near it."""
+    run, high = Made(), {"peak": [1.0]}
+    with pytest.warns(UserWarning, match="has seen 4 cycles near it"):
+        for scheduled in (1.0, 0.5, 0.5, 1.0, 1.0, 1.0):
+            run.cycle(bowl(5.0), scheduled=[scheduled], **high)
+    assert len(run.controller.window) == 3 and not run.controller.has_chosen
+    run.cycle(bowl(5.0), scheduled=[1.0], **high)
+    assert run.base == 5.0
+
+
 @pytest.mark.parametrize("watched", range(1, 8))
 def test_a_state_goes_on_with_another_number_of_replicas(watched: int) -> None:
     """Also from the middle of what is watched: groups are known by their values."""

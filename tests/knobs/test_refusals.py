@@ -88,6 +88,14 @@ def test_which_design_is_taken(knobs: int, count: int, asked: str | None, found:
         assert ensemble(Net(), several(knobs), **given)._engine.design == found
 
 
+@pytest.mark.parametrize("grid", [{"ratio": 2}, {"multipliers": [0.5, 1]}])
+def test_what_is_no_spread_is_tried_beside_other_knobs(grid: Any) -> None:
+    """The orthogonal design, which two knobs have else, would leave all replicas at 1."""
+    made = ensemble(Net(), [LearningRate(**grid), eps(0.3)], count=8, **LOCAL)._engine
+    assert made.design == "permutation"
+    assert all(len(set(row)) > 1 for row in made.multipliers())
+
+
 @pytest.mark.parametrize("max_lr", [0.0, -0.1, [0.1, -0.1]])
 def test_the_drop_in_refuses_a_peak_that_is_not_above_zero(max_lr: Any) -> None:
     """Else it would train uphill."""
