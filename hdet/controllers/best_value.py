@@ -125,8 +125,14 @@ class BestValueController(NearPeak):
             _better_half(window) if self.has_chosen else _best(window) if chooses else None
             for window, chooses in zip(windows, self._chooses, strict=True)
         ]
+        is_lost = [not self.has_chosen and chooses for chooses in self._chooses]
         self.has_chosen = True
-        return [self._decide(k, best, evidence) for k, best in enumerate(found)]
+        return [
+            Decision(note="stays: no value had finite losses in each cycle")
+            if best is None and lost
+            else self._decide(k, best, evidence)
+            for k, (best, lost) in enumerate(zip(found, is_lost, strict=True))
+        ]
 
     def _decide(self, k: int, best: float | None, evidence: Evidence) -> Decision:
         if best is None:

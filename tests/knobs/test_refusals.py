@@ -106,6 +106,11 @@ def test_the_drop_in_refuses_a_peak_that_is_not_above_zero(max_lr: Any) -> None:
     assert [set(group) & {"max_lr"} for group in optimizer.param_groups] == [set()] * 2
 
 
+def test_the_drop_in_refuses_knobs() -> None:
+    with pytest.raises(TypeError, match=r"has one knob.* use hdet.Ensemble\(optimizer, OneCycleLR"):
+        hdet.OneCycleAutoLR(torch.optim.SGD(Net().parameters(), 0.1), 0.1, 10, knobs=[LOW])
+
+
 def test_the_drop_in_keeps_permutations() -> None:
     optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in "ab"], lr=0.1)
     schedule = hdet.OneCycleAutoLR(
@@ -133,6 +138,7 @@ def test_the_drop_in_keeps_permutations() -> None:
     (lambda: ClipNorm(ratio=1.0), r"ratio must be a number in \(1, inf\), got 1.0"),
     (lambda: LearningRate(0.2, ratio=5), "spread=0.2, ratio=5 are 2 grids of one knob"),
     (lambda: Betas(values=[0.9, 0.8], multipliers=[1, 2]), "are 2 grids of one knob"),
+    (lambda: Betas(values=[0.9, 0.8]), "values=.* are those of one beta: say which"),
     (lambda: WeightDecay(product=True, bounds=(0.0, 1.0)), "bounds is .* with product=True"),
     (lambda: Betas(which=[2]), "which must list 0"),
     (lambda: GroupValue("lr"), "use hdet.LearningRate"),
