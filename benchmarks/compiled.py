@@ -135,7 +135,7 @@ def lines(arch: str) -> Iterator[dict[str, Any]]:
     used_by, code = resources(arch), instructions(arch, "step_kernel")
     for part in re.split(r"\n\s*\.section\s+\.text\.", code)[1:]:
         name = part.split(",", 1)[0].strip()
-        found = re.search(r"\d([A-Z][a-z_]+)RuleELb0ELNS_\d+KnownE(\d)E", name)
+        found = re.search(r"\d([A-Z][a-z_]+)RuleELb0ELNS_\d+KnownE(?=0ELb1|[1-9]ELb0)(\d)E", name)
         if found is None:
             continue
         rule, known = found[1].lower(), int(found[2])

@@ -65,7 +65,9 @@ void define_plans(py::module_& m) {
          HDET_FIELD(ids),         HDET_FIELD(groups),         HDET_FIELD(rates),
          HDET_FIELD(settings),    HDET_FIELD(rows),           HDET_FIELD(replica_rows),
          HDET_FIELD(control),     HDET_FIELD(partials),       HDET_FIELD(grad_scale),
-         HDET_FIELD(found_inf),   HDET_FIELD(carried),        HDET_FIELD(num_carried)});
+         HDET_FIELD(found_inf),   HDET_FIELD(carried),        HDET_FIELD(num_carried),
+         HDET_FIELD(emas),        HDET_FIELD(num_emas),       HDET_FIELD(ema_settings),
+         HDET_FIELD(ema_rows)});
   }
   {
     using Plan = hdet::AveragePlan;
@@ -163,7 +165,7 @@ PYBIND11_MODULE(_C, m) {
   for (const char* name :
        {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"})
     m.attr(name) = info[name];
-  m.attr("INTERFACE") = 16;  // see hdet/kernels/native/__init__.py
+  m.attr("INTERFACE") = 17;  // see hdet/kernels/native/__init__.py
   m.attr("RULES") = hdet::kRulesDigest;
   m.attr("CARRIED") = hdet::kCarried;
   m.attr("CODE_BLOCK") = hdet::kCodeBlock;

@@ -58,6 +58,10 @@ class StepPlan:
     rows: int
     replica_rows: int
     control: int
+    emas: int
+    num_emas: int
+    ema_settings: int
+    ema_rows: int
     partials: int
     grad_scale: int
     found_inf: int

@@ -20,6 +20,7 @@ from .core.plan import Decision as Decision
 from .core.plan import Plan as Plan
 from .ensemble import Ensemble as Ensemble
 from .ensemble import ReplicasDiverged as ReplicasDiverged
+from .kernels.ema import WeightAverage as WeightAverage
 from .knobs import Betas as Betas
 from .knobs import ClipNorm as ClipNorm
 from .knobs import Dropout as Dropout

@@ -98,6 +98,13 @@ def take_step(step_size, decay, against, param, u):
 
 
 @triton.jit
+def averaged(average, param, weight, rest):
+    """An average of the weights over time, which takes in what a step has made of the
+    parameter."""
+    return tl.where(weight == 1, param, lerp(average, param, weight, rest))
+
+
+@triton.jit
 def empty_sum(BLOCK: tl.constexpr):
     """Where a weighted sum starts: -0, the neutral element of addition, by its bits.
 

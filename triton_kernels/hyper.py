@@ -8,10 +8,10 @@ counters, rates, scaler and norm on the host either.
 import triton
 import triton.language as tl
 
-from .arithmetic import HYPER_ROW
+from .arithmetic import HYPER_ROW, exp, f64, log
 from .rules import GROUP_SETTINGS, divisor, load_settings, store_scalars
 
-CALL_SETTINGS = tl.constexpr(1)
+CALL_SETTINGS, EMA_SETTINGS = tl.constexpr(1), tl.constexpr(5)
 
 
 @triton.jit
@@ -53,6 +53,23 @@ def rate_of(rates, group, lr, live):
     return tl.where(address != 0, rate.to(tl.float64), lr)
 
 
+@triton.jit
+def derive_ema(settings, step, row, live):
+    """Of one average over time; `step`: of those it has seen, from 1."""
+    decay = tl.load(settings)
+    power = tl.load(settings + 1)
+    every = tl.load(settings + 3).to(tl.int64)
+    since = step.to(tl.int64) - tl.load(settings + 4).to(tl.int64)
+    n = (since // every).to(tl.float64)
+    warm = n / (n + f64(9.0))
+    kept = tl.where(tl.load(settings + 2) != 0, tl.minimum(warm, decay), decay)
+    kept = tl.where(decay < 0, exp((power + f64(1.0)) * log((n - f64(1.0)) / n)), kept)
+    kept = tl.where(since % every != 0, f64(1.0), tl.where(n == 1, f64(0.0), kept))
+    kept = tl.where(since <= 0, f64(0.0), kept)
+    tl.store(row, (f64(1.0) - kept).to(tl.float32), mask=live)
+    tl.store(row + 1, kept.to(tl.float32), mask=live)
+
+
 @triton.jit(
     do_not_specialize=["columns", "num_partials", "num_tensors", "num_groups", "num_replicas"],
     do_not_specialize_on_alignment=[
@@ -80,6 +97,10 @@ def derive(
     num_tensors,
     num_groups,
     num_replicas,
+    emas,  # [tensor][average][replica], and a counter; of none any table
+    ema_settings,
+    ema_rows,
+    EMAS: tl.constexpr,
     RULE: tl.constexpr,
     COUPLED: tl.constexpr,
     TENSORS: tl.constexpr,
@@ -119,3 +140,11 @@ def derive(
         tl.store(target, tl.where(h.cautious_decay != 0, -step_size, step_size), mask=live)
         tl.store(target + 1, decay.to(tl.float32), mask=live)
     tl.store(counter, count + 1, mask=live & (tensor < tl.where(skip, 0, num_tensors)))
+    if EMAS > 0:
+        seen = tl.load(emas + (tensor + 1) * (EMAS * num_replicas + 1) - 1, mask=live, other=0)
+        seen = seen.to(tl.pointer_type(tl.float32))
+        count = tl.load(seen, mask=live, other=0)
+        for j in tl.static_range(EMAS):
+            row = ema_rows + (tensor * EMAS + j) * 2
+            derive_ema(ema_settings + j * EMA_SETTINGS, count.to(tl.uint32) + 1, row, live)
+        tl.store(seen, count + 1, mask=live & (tensor < tl.where(skip, 0, num_tensors)))

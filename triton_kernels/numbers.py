@@ -111,6 +111,17 @@ def load(p, offsets, mask, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def rounded(x, FORMAT: tl.constexpr):
+    """To nearest, and in float32 again."""
+    if FORMAT == BF16:
+        return from_bf16(to_bf16(x))
+    elif FORMAT == F16:
+        return x.to(tl.float16).to(tl.float32)
+    else:
+        return x
+
+
+@triton.jit
 def store(p, offsets, mask, x, FORMAT: tl.constexpr):
     """Rounds to nearest."""
     if FORMAT == BF16:

@@ -7,18 +7,21 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arithmetic import HYPER_ROW, load_row, take_step
+from .arithmetic import HYPER_ROW, averaged, load_row, take_step
 from .chunks import BATCH, TAIL, live_length, load_chunk, whole_vectors
 from .codes import TABLE_FLOATS, load_codes, store_codes
 from .numbers import (
     BF16,
     CODE_BLOCK,
     CODES,
+    F32,
     NONE,
     bits_of,
+    from_bf16,
     load,
     load_parameter,
     pointer,
+    rounded,
     rounding_bits,
     store,
     store_parameter,
@@ -49,6 +52,7 @@ class StepVariant:
     block: int = 1024
     vector: int = 4
     zero_gradients: bool = False
+    emas: int = 0
 
     @property
     def coded(self) -> bool:
@@ -87,6 +91,8 @@ class Place(NamedTuple):
     first_replica: tl.tensor
     id: tl.tensor
     skip: tl.tensor
+    emas: tl.tensor  # of this tensor: [average][replica]
+    ema_rows: tuple  # weight and rest of each average
 
 
 @triton.jit
@@ -200,15 +206,52 @@ def store_own(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A replica keeps its own new parameter."""
+    """A replica keeps its own new parameter. Returns it as it is stored."""
     if V.stochastic and V.param == BF16 and V.master == NONE:
         if k > 0 or not V.first:
             bits = rounding_bits(
                 place.seed, row.step, place.first_replica + k, place.id, place.offset + start, BLOCK
             )
-        tl.store(param + offsets, to_bf16_stochastic(x, bits & 0xFFFF), mask=live)
+        kept = to_bf16_stochastic(x, bits & 0xFFFF)
+        tl.store(param + offsets, kept, mask=live)
+        x = from_bf16(kept)
     else:
         store_parameter(param, master, offsets, live, x, V.param, V.master)
+        if V.master == NONE:
+            x = rounded(x, V.param)
+    return x
+
+
+@triton.jit
+def ema_pointer(place, k: tl.constexpr, j: tl.constexpr, V: tl.constexpr):
+    return pointer(tl.load(place.emas + j * V.replicas + k), place.offset, F32, V.vector)
+
+
+@triton.jit
+def moving(live, weight):
+    """An average of weight 0 is left alone."""
+    return tl.where(weight != 0, live, tl.zeros_like(live))
+
+
+@triton.jit
+def load_emas(place, offsets, live, k: tl.constexpr, V: tl.constexpr):
+    """The averages over time of replica k, as far as this step moves them."""
+    EMAS: tl.constexpr = V.emas
+    values = ()
+    for j in tl.static_range(EMAS):
+        moves = moving(live, place.ema_rows[2 * j])
+        values = values + (load(ema_pointer(place, k, j, V), offsets, moves, F32),)
+    return values
+
+
+@triton.jit
+def store_emas(place, old, offsets, live, x, k: tl.constexpr, V: tl.constexpr):
+    """They take in what the replica has become."""
+    EMAS: tl.constexpr = V.emas
+    for j in tl.static_range(EMAS):
+        weight = place.ema_rows[2 * j]
+        new = averaged(old[j], x, weight, place.ema_rows[2 * j + 1])
+        tl.store(ema_pointer(place, k, j, V) + offsets, new, mask=moving(live, weight))
 
 
 @triton.jit
@@ -225,6 +268,9 @@ def update_block(shared, place, row, start, end, V: tl.constexpr, BLOCK: tl.cons
     param = tl.zeros((BLOCK,), tl.float32)
     if K == 1:
         param = old[0]
+    emas = ()
+    if K == 1:  # of several replicas they would not fit
+        emas = load_emas(place, offsets, live, 0, V)
     u, bits = new_direction(shared, place, row, start, loaded, offsets, live, param, V, BLOCK)
 
     for batch in tl.static_range(0, K, BATCH):
@@ -241,7 +287,10 @@ def update_block(shared, place, row, start, end, V: tl.constexpr, BLOCK: tl.cons
                     old[k - batch],
                     u,
                 )
-            store_own(place, row, p, master, start, offsets, live, new, bits, k, V, BLOCK)
+            new = store_own(place, row, p, master, start, offsets, live, new, bits, k, V, BLOCK)
+            if K > 1:
+                emas = load_emas(place, offsets, live, k, V)
+            store_emas(place, emas, offsets, live, new, k, V)
     if V.zero_gradients:
         store(shared.gradient, offsets, mask, tl.zeros((BLOCK,), tl.float32), V.gradient)
 
@@ -257,7 +306,18 @@ def load_replica(row):
 
 
 @triton.jit
-def locate(chunk, gradients, addresses, ids, replica_rows, control, random, V: tl.constexpr):
+def locate(
+    chunk,
+    gradients,
+    addresses,
+    ids,
+    replica_rows,
+    control,
+    random,
+    emas,
+    ema_rows,
+    V: tl.constexpr,
+):
     """The streams of a chunk, and what its blocks must know."""
     K: tl.constexpr = V.replicas
     M: tl.constexpr = len(V.moments)
@@ -270,6 +330,10 @@ def locate(chunk, gradients, addresses, ids, replica_rows, control, random, V: t
     row_numbers = ()
     for k in tl.static_range(K):
         row_numbers = row_numbers + load_replica(replica_rows + (chunk.tensor * K + k) * 2)
+    WEIGHTS: tl.constexpr = 2 * V.emas
+    weights = ()
+    for i in tl.static_range(WEIGHTS):
+        weights = weights + (tl.load(ema_rows + chunk.tensor * WEIGHTS + i),)
     gradient = tl.load(gradients + chunk.tensor)
     moments = ()
     scales = ()
@@ -291,6 +355,8 @@ def locate(chunk, gradients, addresses, ids, replica_rows, control, random, V: t
         tl.load(random + 1).to(tl.int32),
         tl.load(ids + chunk.tensor),
         tl.load(control),
+        emas + chunk.tensor * (V.emas * K + 1),
+        weights,
     )
     return shared, place
 
@@ -305,6 +371,8 @@ def update(
     replica_rows,
     control,
     random,  # seed, first replica, address of the tables of codes
+    emas,  # [tensor][average][replica], and a counter; of none any table
+    ema_rows,
     slices,
     V: tl.constexpr,
 ):
@@ -313,7 +381,9 @@ def update(
     UNIT: tl.constexpr = CODE_BLOCK if V.coded else V.vector
     REST: tl.constexpr = CODE_BLOCK if V.coded else TAIL
     chunk = load_chunk(chunks, slices)
-    shared, place = locate(chunk, gradients, addresses, ids, replica_rows, control, random, V)
+    shared, place = locate(
+        chunk, gradients, addresses, ids, replica_rows, control, random, emas, ema_rows, V
+    )
     row = load_row(rows + chunk.tensor * HYPER_ROW)
     length = live_length(chunk, place.gradient)
     whole = whole_vectors(length, UNIT)

@@ -37,6 +37,11 @@ HDET_HD float take_step(const ReplicaRow& replica, float param, float direction)
   return param * decay - float_of(bits_of(replica.step_size) & 0x7fffffffu) * direction;
 }
 
+// An average of the weights over time, which takes in what a step has made of the parameter.
+HDET_HD float averaged(const EmaRow& row, float average, float param) {
+  return row.weight == 1.0f ? param : lerp(average, param, row.weight, row.rest);
+}
+
 // Where a weighted sum starts. Minus zero is the neutral element of addition for every float, plus
 // zero is not (-0 + +0 = +0).
 constexpr float kEmptySum = -0.0f;

@@ -35,6 +35,18 @@ struct alignas(8) ReplicaRow {
 };
 static_assert(sizeof(ReplicaRow) == 8);
 
+// How an average of the weights over time moves: hdet/kernels/ema.py, which explains it.
+struct EmaSettings {
+  double decay;  // negative: a mean in which update n counts as n^power
+  double power, warm_up, every, begin;
+};
+constexpr int kMaxEmas = 3;
+
+// Of one step and one average. Weight 0: it is left alone; 1: it becomes the parameter.
+struct alignas(8) EmaRow {
+  float weight, rest;  // 1 - weight
+};
+
 // What the whole step shares, left in device memory for the host to read if it wants to.
 struct alignas(16) Control {
   float skip;            // 1: gradients are not finite; parameters, moments and counters stay
@@ -71,6 +83,19 @@ HDET_HD double logarithm(double x) {
   double sum = 0.0;
   for (int n = 23; n >= 1; n -= 2) sum = 1.0 / n + s * s * sum;
   return 8.0 * s * sum;
+}
+
+// `step`: of those that the average has seen, from 1.
+HDET_HD EmaRow derive_ema(const EmaSettings& s, uint32_t step) {
+  const uint32_t begin = static_cast<uint32_t>(s.begin), every = static_cast<uint32_t>(s.every);
+  if (step <= begin) return {1.0f, 0.0f};
+  if ((step - begin) % every != 0) return {0.0f, 1.0f};
+  const double n = (step - begin) / every;  // of updates, from 1
+  double kept = s.decay;
+  if (n == 1.0) kept = 0.0;
+  else if (s.decay < 0.0) kept = exponential((s.power + 1.0) * logarithm((n - 1.0) / n));
+  else if (s.warm_up != 0.0 && n / (n + 9.0) < s.decay) kept = n / (n + 9.0);
+  return {static_cast<float>(1.0 - kept), static_cast<float>(kept)};
 }
 
 // `scale` is the gradient scaler's factor (the gradients are that many times too large), 1 without

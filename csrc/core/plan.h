@@ -58,6 +58,12 @@ struct StepPlan {
   const int32_t* groups;      // [tensor] whose settings it has
   const float* const* rates;  // [group] in device memory, or null: GroupSettings::lr
 
+  // averages of the weights over time, float32; null: there are none
+  void* const* emas;  // [tensor][average][replica], then the count of steps they have seen
+  int32_t num_emas;
+  const EmaSettings* ema_settings;  // [average]
+  EmaRow* ema_rows;                 // [tensor][average]
+
   // from the host, and derived from it
   double* settings;          // hyper.h, rules.h; the rates' addresses may follow
   HyperRow* rows;            // [tensor]
@@ -93,6 +99,16 @@ HDET_HD float* scales_of(const StepPlan& plan, int64_t tensor, int32_t moment) {
 }
 HDET_HD float* counter_of(const StepPlan& plan, int64_t tensor) {
   return static_cast<float*>(row_of(plan, tensor)[plan.columns - 1]);
+}
+
+HDET_HD void* const* emas_of(const StepPlan& plan, int64_t tensor) {
+  return plan.emas + tensor * (plan.num_emas * plan.num_replicas + 1);
+}
+HDET_HD float* ema_of(const StepPlan& plan, int64_t tensor, int32_t average, int32_t replica) {
+  return static_cast<float*>(emas_of(plan, tensor)[average * plan.num_replicas + replica]);
+}
+HDET_HD EmaRow& ema_row_of(const StepPlan& plan, int64_t tensor, int32_t average) {
+  return plan.ema_rows[tensor * plan.num_emas + average];
 }
 
 // The weighted mean of K co-resident replicas, in place (Eq. 3).

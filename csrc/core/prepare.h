@@ -52,6 +52,17 @@ HDET_HD Control prepare_control(const StepPlan& plan, double sum_of_squares) {
                         sum_of_squares);
 }
 
+// Of the averages over time, which count for themselves: they may begin later than the tensor.
+HDET_HD void prepare_emas(const StepPlan& plan, const Control& control, int64_t tensor) {
+  auto* const counter =
+      static_cast<float*>(emas_of(plan, tensor)[plan.num_emas * plan.num_replicas]);
+  const uint32_t step = static_cast<uint32_t>(*counter) + 1u;
+  HDET_ROLLED
+  for (int32_t j = 0; j < plan.num_emas; ++j)
+    ema_row_of(plan, tensor, j) = derive_ema(plan.ema_settings[j], step);
+  if (control.skip == 0.0f) *counter += 1.0f;
+}
+
 // All that the chunks of this tensor read, and its counter. `before`: the tensor that was prepared
 // before it in this step, if one was; else -1. Where both have the same group and count, its rows
 // serve again. Returns the tensor, or `before` where it has no gradient.
@@ -74,6 +85,7 @@ HDET_HD int64_t prepare_tensor(const StepPlan& plan, const Control& control, int
                     : derive_replica(plan.rule, s, lr, rho_settings(plan, group)[k], divisor);
   }
   if (control.skip == 0.0f) *counter += 1.0f;
+  if (plan.emas != nullptr) prepare_emas(plan, control, tensor);
   return tensor;
 }
 

@@ -29,29 +29,56 @@ struct Batch {
   }
 };
 
+// The averages over time that one loop moves with the step of one replica. None where there are
+// more, or where one is left alone, begins, or moves by half of the way or more.
+inline int emas_in_loop(const Work& w) {
+  if (w.plan.num_replicas != 1 || w.plan.num_emas > 2 || hdet::is_cautious(w.replicas[0])) return 0;
+  for (int32_t j = 0; j < w.plan.num_emas; ++j) {
+    const float weight = hdet::ema_row_of(w.plan, w.chunk.tensor, j).weight;
+    if (!(weight > 0.0f && weight < 0.5f)) return 0;
+  }
+  return w.plan.num_emas;
+}
+
 // The whole step of N replicas. One replica shows its parameter to a coupled rule.
-template <class Rule, int N, bool kCautious>
+template <class Rule, int N, bool kCautious, int kEmas = 0>
 void fused_loop(const Work& w, const Batch<N>& batch) {
   const HyperRow row = w.row;  // a copy cannot alias the floats written below
   const Chunk& c = w.chunk;
   const float* const g = at<const float>(w.plan.gradients[c.tensor], c.offset);
   float* moments[Rule::kMoments];
   for (int j = 0; j < Rule::kMoments; ++j) moments[j] = at<float>(w.moment(j), c.offset);
+  float* emas[kEmas + 1];
+  float weights[kEmas + 1];
+  for (int j = 0; j < kEmas; ++j) {
+    emas[j] = hdet::ema_of(w.plan, c.tensor, j, 0) + c.offset;
+    weights[j] = hdet::ema_row_of(w.plan, c.tensor, j).weight;
+  }
   HDET_INDEPENDENT
   for (int i = 0; i < c.length; ++i) {
     const float u = Rule::direction(row, row.gradient_scale * g[i], N == 1 ? batch.p[0][i] : 0.0f,
                                     Element{moments, i});
     if (Rule::kGivesParameter) batch.p[0][i] = u;
     else batch.template take_steps<kCautious>(i, u);
+    HDET_UNROLL
+    for (int j = 0; j < kEmas; ++j) emas[j][i] += weights[j] * (batch.p[0][i] - emas[j][i]);
   }
 }
 
+// What has been done of a chunk; `averages`: all.
+enum class Done { nothing, step, averages };
+
 template <class Rule, int N>
-bool fused(const Work& w) {
+Done fused(const Work& w) {
   const Batch<N> batch(w, 0, w.chunk.offset);
+  if (N == 1 && emas_in_loop(w) > 0) {
+    if (w.plan.num_emas == 1) fused_loop<Rule, 1, false, 1>(w, Batch<1>(w, 0, w.chunk.offset));
+    else fused_loop<Rule, 1, false, 2>(w, Batch<1>(w, 0, w.chunk.offset));
+    return Done::averages;
+  }
   if (!Rule::kCoupled && batch.cautious) fused_loop<Rule, N, !Rule::kCoupled>(w, batch);
   else fused_loop<Rule, N, false>(w, batch);
-  return true;
+  return Done::step;
 }
 
 // N replicas along directions that are known.
@@ -79,16 +106,17 @@ inline void follow_all(const Work& w, int64_t element, int length, const float* 
 
 // The update of a chunk that holds float32 only, if there is one loop for it.
 template <class Rule>
-bool fused_chunk(const Work& w) {
+Done fused_chunk(const Work& w) {
   for (int j = 0; j < Rule::kMoments; ++j) {
-    if (w.formats.moments[j] != DType::f32) return false;  // SGD without momentum, and codes
+    if (w.formats.moments[j] != DType::f32)
+      return Done::nothing;  // SGD without momentum, and codes
   }
   switch (w.plan.num_replicas) {
     case 1: return fused<Rule, 1>(w);
     case 2: return fused<Rule, 2>(w);
     case 4: return fused<Rule, 4>(w);
     case 8: return fused<Rule, 8>(w);
-    default: return false;
+    default: return Done::nothing;
   }
 }
 

@@ -5,6 +5,8 @@
 
 namespace {
 
+using hdet::EmaRow;
+
 template <bool kCautious>
 void take_steps(const ReplicaRow& shared_row, float* __restrict p, const float* __restrict u,
                 int length) {
@@ -44,11 +46,41 @@ void update_block(const Work& w, int64_t element, int length) {
   store<Rule>(w, element, length, directions.values);
 }
 
+void take_in(const EmaRow& shared_row, float* __restrict average, const float* __restrict p,
+             int length) {
+  const float weight = shared_row.weight, rest = shared_row.rest;
+  if (weight == 1.0f) {
+    __builtin_memcpy(average, p, static_cast<unsigned long>(length) * sizeof(float));
+  } else if (weight < 0.5f) {
+    for (int i = 0; i < length; ++i) average[i] = average[i] + weight * (p[i] - average[i]);
+  } else {
+    for (int i = 0; i < length; ++i) average[i] = p[i] - rest * (p[i] - average[i]);
+  }
+}
+
+// Averages over time take in what replicas have become. The chunk is in the cache.
+void follow_over_time(const Work& w) {
+  for (int32_t k = 0; k < w.plan.num_replicas; ++k) {
+    over_blocks(w.chunk, [&](int64_t element, int length) {
+      Staging buffer;
+      const float* const p = open(w.param(k), element, length, buffer);
+      for (int32_t j = 0; j < w.plan.num_emas; ++j) {
+        const EmaRow& row = hdet::ema_row_of(w.plan, w.chunk.tensor, j);
+        float* const average = hdet::ema_of(w.plan, w.chunk.tensor, j, k) + element;
+        if (row.weight != 0.0f) take_in(row, average, p, length);
+      }
+    });
+  }
+}
+
 template <class Rule>
 void update_chunk(const Work& w) {
-  if (w.plan.known == hdet::Known::floats && fused_chunk<Rule>(w)) return;
-  over_blocks(w.chunk,
-              [&](int64_t element, int length) { update_block<Rule>(w, element, length); });
+  const Done done = w.plan.known == hdet::Known::floats ? fused_chunk<Rule>(w) : Done::nothing;
+  if (done == Done::nothing) {
+    over_blocks(w.chunk,
+                [&](int64_t element, int length) { update_block<Rule>(w, element, length); });
+  }
+  if (w.plan.emas != nullptr && done != Done::averages) follow_over_time(w);
 }
 
 template <class Rule>

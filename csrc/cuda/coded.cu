@@ -92,7 +92,8 @@ struct Coded : Update<Rule, kMany, kKnown> {
       const auto to = reinterpret_cast<uint4*>(books);
       for (int i = thread; i < kUnits; i += kStepThreads) to[i] = *global(from + i);
     });
-    vectors = Base::prepare_replicas(0, false) && in_step(gradient, formats.gradient, 0, false);
+    vectors = Base::prepare_replicas(0, false) && Base::emas_are_in_step(0) &&
+              in_step(gradient, formats.gradient, 0, false);
     each<Rule::kMoments>([&](auto j) {
       if (Rule::is_exact(j)) {
         vectors = vectors && in_step(Base::moments[j], DType::f32, 0, false);
@@ -296,16 +297,16 @@ __global__ void __launch_bounds__(kStepThreads,
   // Known does not say whether moments are codes. Where they are, the addresses of moments in
   // Shared are none.
   const bool is_coded = unpack_formats(chunk.formats).moments[0] == DType::codes;
-  if (!is_coded) return update_chunk<Rule, kMany, kKnown>(update);
+  if (!is_coded) return update_chunk<Rule, kMany, kKnown, kKnown == Known::none>(update);
   update.prepare(books);
   update.update_codes();
 }
 
-// Several replicas have one kernel for all formats: beside their parameters, moments are a small
-// part.
+// Several replicas have one kernel for all formats, beside whose parameters moments are a small
+// part; and so has one with averages over time.
 auto kernel_for(const StepPlan& plan) {
   return with_rule(plan.rule, [&](auto rule) {
-    return with_known(plan.known, [&](auto known) {
+    return with_known(plan.emas != nullptr ? Known::none : plan.known, [&](auto known) {
       using Rule = decltype(rule);
       constexpr Known kKnown = decltype(known)::value;
       constexpr Known kOfOne = kKnown == Known::halves ? Known::none : kKnown;

@@ -6,14 +6,20 @@
 namespace hdet::cuda {
 namespace {
 
+// With averages over time several replicas, and bfloat16 throughout, have the kernel of any
+// formats.
 auto kernel_for(const StepPlan& plan) {
+  const bool averages = plan.emas != nullptr;
   return with_rule(plan.rule, [&](auto rule) {
     return with_known(plan.known, [&](auto known) {
       using Rule = decltype(rule);
       constexpr Known kKnown = decltype(known)::value;
-      constexpr Known kOfMany = kKnown == Known::halves ? Known::none : kKnown;
-      return plan.num_replicas > 1 ? step_kernel<Rule, true, kOfMany>
-                                   : step_kernel<Rule, false, kKnown>;
+      constexpr Known kOfHalves = kKnown == Known::halves ? Known::none : kKnown;
+      if (plan.num_replicas == 1) {
+        return averages ? step_kernel<Rule, false, kOfHalves, true>
+                        : step_kernel<Rule, false, kKnown>;
+      }
+      return averages ? step_kernel<Rule, true, Known::none> : step_kernel<Rule, true, kOfHalves>;
     });
   });
 }

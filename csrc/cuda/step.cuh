@@ -75,8 +75,9 @@ struct Element {
 };
 
 // kMany: any number of replicas, in batches whose loads are issued together; else one. kKnown:
-// StepPlan::known. Unless it is none, formats are constants to the compiler.
-template <class Rule, bool kMany, Known kKnown>
+// StepPlan::known. Unless it is none, formats are constants to the compiler. kEmas: there may be
+// averages over time, whose old values are loaded late, where registers are free again.
+template <class Rule, bool kMany, Known kKnown, bool kEmas = kKnown == Known::none>
 struct Update {
   static constexpr bool kIsKnown = kKnown != Known::none;
   static constexpr bool kIsLarge = kKnown == Known::none && Rule::kMoments > 2;
@@ -229,8 +230,21 @@ struct Update {
   // How the chunk is cut.
   HDET_DEVICE Cut prepare() {
     const int head = head_of(gradient, formats.gradient, wide());
-    const bool vectors = prepare_replicas(head, wide());
+    const bool vectors = prepare_replicas(head, wide()) && emas_are_in_step(head);
     return cut(chunk.length, head, wide(), vectors && are_in_step(head, wide()));
+  }
+
+  HDET_DEVICE void* ema_at(int j, int k) const {
+    return advance(ema_of(plan, chunk.tensor, j, k), DType::f32, chunk.offset);
+  }
+  HDET_DEVICE bool emas_are_in_step(int head) const {
+    bool all = true;
+    if constexpr (kEmas) {  // of none num_emas is 0
+#pragma unroll 1
+      for (int i = 0; i < plan.num_emas * count(); ++i)
+        all = all && in_step(ema_at(i / count(), i % count()), DType::f32, head, false);
+    }
+    return all;
   }
 
   // Fills shared memory. Whether all parameters are in step.
@@ -283,6 +297,15 @@ struct Update {
       if (!kMany || first >= count()) break;
       load_batch(first, at, raw_params);
     }
+    if constexpr (kEmas && kMany) {  // read again: beside u there are no registers for averages
+#pragma unroll 1
+      for (int k = 0; k < count() && plan.emas != nullptr; ++k) {
+        float p[kWidth];
+        load(replica(k).param, at, raw_params[0]);
+        unpack(replica(k).param, raw_params[0], p);
+        follow_over_time(k, at, p);
+      }
+    }
   }
 
   template <int kWidth>
@@ -304,12 +327,44 @@ struct Update {
     for (int i = 0; i < kWidth; ++i)
       p[i] = Rule::kGivesParameter ? u[i] : take_step(r.row, p[i], u[i]);
     keep(r, k, at, p, bits);
+    if constexpr (kEmas && !kMany) {
+      if (plan.emas == nullptr) return;
+      if (r.param.kind == Master::none && r.param.type != DType::f32) {  // as it is stored
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i)
+          p[i] = rounds_stochastically(r) ? from_bf16(to_bf16(p[i], bits[i] & 0xffffu))
+                                          : from_16(r.param.type, to_16(r.param.type, p[i]));
+      }
+      follow_over_time(k, at, p);
+    }
+  }
+
+  HDET_DEVICE bool rounds_stochastically(const Replica& r) const {
+    return formats.stochastic && r.param.kind == Master::none && r.param.type == DType::bf16;
+  }
+
+  // Averages over time take in what replica k has become.
+  template <int kWidth>
+  HDET_DEVICE void follow_over_time(int k, const Place& at, const float (&p)[kWidth]) const {
+#pragma unroll 1
+    for (int j = 0; j < plan.num_emas; ++j) {
+      const EmaRow ema_row = ema_row_of(plan, chunk.tensor, j);
+      if (ema_row.weight == 0.0f) continue;
+      void* const ema = ema_at(j, k);
+      Raw<kWidth> raw;
+      float average[kWidth];
+      load(DType::f32, ema, at, raw);
+      unpack(DType::f32, raw, average);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) average[i] = averaged(ema_row, average[i], p[i]);
+      store(DType::f32, ema, at, average);
+    }
   }
 
   template <int kWidth>
   HDET_DEVICE void keep(const Replica& r, int k, const Place& at, const float (&p)[kWidth],
                         uint32_t (&bits)[kWidth]) const {
-    if (formats.stochastic && r.param.kind == Master::none && r.param.type == DType::bf16) {
+    if (rounds_stochastically(r)) {
       const int number = plan.first_replica + k;
       const bool drawn = !kMany && number == 0 &&
                          draws_any();  // one draw serves the second moment and the parameter
@@ -327,9 +382,10 @@ HDET_DEVICE bool without_gradient(const StepPlan& plan, const Chunk& chunk) {
   return plan.gradients[chunk.tensor] == nullptr;
 }
 
-template <class Rule, bool kMany, Known kKnown>
+template <class Rule, bool kMany, Known kKnown, bool kEmas>
 constexpr int blocks_per_multiprocessor() {
   if (kKnown == Known::none || kMany) return 4;
+  if (kEmas) return Rule::kMoments > 2 ? 4 : 5;
   if (Rule::kMoments > 2) return kKnown == Known::halves ? 5 : 4;
   if (kKnown != Known::floats) return 5;
   // 768 threads have 96 KiB in flight. With more blocks than these ptxas spills, on sm_100 with 6
@@ -341,8 +397,8 @@ constexpr int blocks_per_multiprocessor() {
 #endif
 }
 
-template <class Rule, bool kMany, Known kKnown>
-HDET_DEVICE void update_chunk(Update<Rule, kMany, kKnown>& update) {
+template <class Rule, bool kMany, Known kKnown, bool kEmas>
+HDET_DEVICE void update_chunk(Update<Rule, kMany, kKnown, kEmas>& update) {
   const Cut parts = update.prepare();
   threads([&](int thread) {
     over_elements<kStepThreads>(
@@ -352,13 +408,14 @@ HDET_DEVICE void update_chunk(Update<Rule, kMany, kKnown>& update) {
   });
 }
 
-template <class Rule, bool kMany, Known kKnown>
-__global__ void __launch_bounds__(kStepThreads, blocks_per_multiprocessor<Rule, kMany, kKnown>())
+template <class Rule, bool kMany, Known kKnown, bool kEmas = kKnown == Known::none>
+__global__ void __launch_bounds__(kStepThreads,
+                                  blocks_per_multiprocessor<Rule, kMany, kKnown, kEmas>())
     step_kernel(const __grid_constant__ StepPlan plan, const Slices slices) {
   const Chunk chunk = slice_of(plan.chunks, slices);
   after_the_kernel_before();
   if (chunk.length <= 0 || without_gradient(plan, chunk)) return;
-  Update<Rule, kMany, kKnown> update(plan, chunk);
+  Update<Rule, kMany, kKnown, kEmas> update(plan, chunk);
   const bool nothing_to_do = update.skipped() && plan.zero_gradients == 0;
   if (nothing_to_do) return;
   update_chunk(update);

@@ -33,8 +33,7 @@ class Task:
         """All that is averaged, as it lies on this rank: the tensors with their masters, then the
         weights that the optimizer keeps beside them. Those that are missing are made: only to be
         asked when something is averaged."""
-        weights = beside(self.optimizer, self.tensors)
-        kept = [Part(weight) for weight in weights if weight is not None]
+        kept = map(Part, beside(self.optimizer, self.tensors))
         return [*parts_of(self.tensors, self.masters), *kept]
 
 

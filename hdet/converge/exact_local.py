@@ -11,7 +11,7 @@ import torch
 
 from ..core.validate import refuse, whole
 from ..optim.fused import FusedOptimizer
-from ..optim.snapshot import attach_hook, is_schedule_free
+from ..optim.snapshot import attach_hook, is_schedule_free, keeps_emas
 from ..rules import COUPLED
 from ..tensors.dtensor import local_parts
 from .base import Averager, Averaging, Task
@@ -74,6 +74,8 @@ def _why_no_build(task: Task) -> Iterator[str]:
         yield f"{kind} does not step the mean: use a fused optimizer of hdet"
     if is_schedule_free(optimizer):
         yield "the mean of schedule-free replicas would need a z of its own: use FusedAdamW"
+    if keeps_emas(optimizer):
+        yield "the mean of averages over time (ema=) would need steps of its own: leave them out"
     if optimizer.num_replicas != 1:
         yield f"the optimizer steps {optimizer.num_replicas} replicas already: give it one"
     if strange is not None:

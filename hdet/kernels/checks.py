@@ -202,15 +202,31 @@ def check_step_tensors(tensors: StepTensors) -> None:
         raise ValueError(
             f"groups must number the settings from 0 without a gap, got {sorted(set(t.groups))}"
         )
-    for i, step in enumerate(t.steps):
-        check_tensor(step, f"step of parameter {i}", device, FLOATS[:1])
-        if step.dim() != 0:
-            raise TypeError(
-                f"step of parameter {i} must be a 0-d float32 tensor, got the shape "
-                f"{tuple(step.shape)}"
-            )
-        named.append((f"step of parameter {i}", step))
-    check_apart([*named, *_check_moments(t)])
+    for key, counters in (("step", t.steps), ("ema_step", t.ema_steps)):
+        for i, step in enumerate(counters):
+            name = f"{key} of parameter {i}"
+            check_tensor(step, name, device, FLOATS[:1])
+            if step.dim() != 0:
+                raise TypeError(
+                    f"{name} must be a 0-d float32 tensor, got the shape {tuple(step.shape)}"
+                )
+            named.append((name, step))
+    check_apart([*named, *_check_moments(t), *_check_emas(t)])
+
+
+def _check_emas(t: StepTensors) -> Iterable[tuple[str, Tensor]]:
+    """With their names."""
+    _check_length(t.emas, "emas", len(t.averages), "averages")
+    _check_length(t.ema_steps, "ema_steps", len(t.params[0]) if t.averages else 0)
+    for j, sets in enumerate(t.emas):
+        _check_length(sets, f"average {j}", t.num_replicas, "replicas")
+        for k, column in enumerate(sets):
+            _check_length(column, f"average {j} of replica {k}", len(t.params[0]))
+            for i, (average, param) in enumerate(zip(column, t.params[k], strict=True)):
+                whose = f"average {j} of parameter {i} of replica {k}"
+                check_tensor(average, whose, param.device, FLOATS[:1])
+                check_same_shape(average, param, whose, "the parameter")
+                yield whose, average
 
 
 def _check_moments(t: StepTensors) -> Iterable[tuple[str, Tensor]]:

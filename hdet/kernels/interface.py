@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..rules import StepSettings
+from .ema import WeightAverage
 from .numbers import CODES
 
 Column = Sequence[Tensor | None]
@@ -36,6 +37,10 @@ class StepTensors:
     stochastic: the seed of stochastic rounding of bfloat16 parameters without a master and of
         bfloat16 second moments; None rounds to nearest.
     first_replica: number of the first of the K replicas, for random numbers.
+    averages: what `emas` are, at most three.
+    emas: of each average K lists of n float32 tensors, which a step moves to what it has made of
+        the parameters (of their masters where there are some), as they are stored.
+    ema_steps: counters like `steps`, of what the averages have seen.
     """
 
     rule: str
@@ -48,6 +53,9 @@ class StepTensors:
     stochastic: int | None = None
     first_replica: int = 0
     scales: Sequence[Column] | None = None
+    averages: Sequence[WeightAverage] = ()
+    emas: Sequence[Sequence[Sequence[Tensor]]] = ()
+    ema_steps: Sequence[Tensor] = ()
 
     @property
     def num_replicas(self) -> int:

@@ -25,8 +25,8 @@ from .tables import (
     formats,
 )
 
-CONTROL_BYTES, ROW_BYTES, REPLICA_ROW_BYTES = 16, 48, 8
-"""of csrc/core/hyper.h: Control, HyperRow, ReplicaRow"""
+CONTROL_BYTES, ROW_BYTES, REPLICA_ROW_BYTES, EMA_ROW_BYTES = 16, 48, 8, 8
+"""of csrc/core/hyper.h: Control, HyperRow, ReplicaRow, EmaRow"""
 
 
 class NoReader:
@@ -70,6 +70,14 @@ class TableStepPlan:
         self.addresses = memory.place(
             address_table(*t.params, *masters, *t.moments, *scales, t.steps)
         )
+        self.emas = self.ema_settings = None
+        if t.averages:
+            columns = [column for sets in t.emas for column in sets]
+            self.emas = memory.place(address_table(*columns, t.ema_steps))
+            numbers = [one.numbers() for one in t.averages]
+            self.ema_settings = memory.place(
+                torch.tensor(numbers, dtype=torch.float64, device="cpu")
+            )
         ids = range(self.count) if t.ids is None else t.ids
         self.numbers = memory.place(
             torch.tensor([*ids, *t.groups], dtype=torch.int32, device="cpu")
@@ -97,10 +105,11 @@ class TableStepPlan:
         """Memory for what the derive phase and the norm write."""
         count = self.count
         of_replicas = count * self.tensors.num_replicas * REPLICA_ROW_BYTES
-        sizes = (CONTROL_BYTES, count * ROW_BYTES, of_replicas, 8 * self.chunks.number)
+        of_emas = count * len(self.tensors.averages) * EMA_ROW_BYTES
+        sizes = (CONTROL_BYTES, count * ROW_BYTES, of_replicas, of_emas, 8 * self.chunks.number)
         padded = [-(-size // 16) * 16 for size in sizes]
         parts = self.memory.room(sum(padded)).split(padded)
-        self.control, self.rows, self.replica_rows, partials = (
+        self.control, self.rows, self.replica_rows, self.ema_rows, partials = (
             part[:size].view(torch.float32) for part, size in zip(parts, sizes, strict=True)
         )
         self.partials = partials.view(torch.float64)

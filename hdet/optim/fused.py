@@ -8,6 +8,7 @@ import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from hdet import kernels
 from hdet.kernels import StepOptions
 from hdet.kernels.checks import normalised
+from hdet.kernels.ema import Given, averages_of
 from hdet.rules import RULES, Facts, Kind
 from hdet.tensors import dtensor as shards
 from hdet.tensors.profiling import ranged
@@ -26,10 +28,12 @@ from . import lists
 from . import step_plans as plans
 from .finish import Averaging, check_copies
 from .masters import (
+    BESIDE_KEYS,
+    EMA_KEYS,
     REPLICA_KEYS,
     Watch,
+    kept_beside,
     kept_masters,
-    kept_z,
     like_first,
     reset_master,
     state_sets,
@@ -43,6 +47,7 @@ _OWN = (
     "backend",
     "cautious_decay",
     "decay_at",
+    "ema",
     "first_replica",
     "master_weights",
     "moment_dtype",
@@ -79,6 +84,7 @@ class Options(TypedDict, total=False):
     zero_gradients: bool
     backend: str
     cautious_decay: bool
+    ema: Given
 
 
 class TorchOptions(Options, total=False):
@@ -129,6 +135,8 @@ class FusedOptimizer(Optimizer):
         zero_gradients: gradients are zeros after each step, also after a skipped one, at the same
             addresses. Instead of zero_grad(). May be assigned between steps.
         backend: "auto", "cpu", "cuda", "triton" or "torch"; see hdet.kernels.
+        ema: averages of the weights over time, moved at the end of each step: a decay such as
+            0.9999, an `hdet.WeightAverage`, or a tuple of up to three. See below.
         cautious_decay: weight decay acts on those elements alone that the direction u brings nearer
             to 0 too, u * p >= 0 (Chen et al. 2025, arXiv 2510.12402). Adam and SGD refuse it: their
             decay is part of the gradient.
@@ -153,6 +161,13 @@ class FusedOptimizer(Optimizer):
     become the same codes again: a resume with the same shards is exact. Blocks begin again in each
     shard. If a number of a block is not finite, its block of 256 is NaN; a step with max_grad_norm,
     or under a GradScaler, is skipped before.
+
+    Averages over time (`ema`): float32, of masters where there are some, else of parameters as they
+    are stored; in a state `ema`, `ema_1`, `ema_2`, and `ema_step`, the steps that they have seen. A
+    parameter without a gradient, and a skipped step, leave them alone. They begin as the weights,
+    also where a state without them was loaded. With K replicas each has its own (`replica_ema`),
+    which are averaged with the parameters. `averaged()` puts one into the model. 8 more bytes of
+    traffic each.
 
     Writing to parameters: a master begins as its parameter is. What is written to a parameter in
     place later (load_state_dict of the model, an initialisation, a broadcast) is noticed by the
@@ -192,6 +207,8 @@ class FusedOptimizer(Optimizer):
 
     _step_supports_amp_scaling = True
 
+    _is_averaged = False  # are the parameters an average over time?
+
     rule: ClassVar[str]
     """by its name in hdet.rules, of which all follows that optimizers differ in"""
 
@@ -209,12 +226,15 @@ class FusedOptimizer(Optimizer):
         zero_gradients: bool = False,
         backend: str = "auto",
         cautious_decay: bool = False,
+        ema: Given = None,
         decay_at: str = "replica",
         **carried: Any,
     ) -> None:
         rule, name, known = RULES[self.rule], type(self).__name__, self._carried()
         for key in carried.keys() - known.keys():
             raise TypeError(f"{name} got an unexpected keyword argument {key!r}")
+        if ema is not None and rule.weights:
+            raise TypeError(f"{name} takes no ema: its eval() puts its own average into the model")
         asked = [("decay_at", decay_at != "replica"), ("cautious_decay", cautious_decay)]
         for key, is_asked in asked:
             if is_asked and rule.coupled:
@@ -224,7 +244,7 @@ class FusedOptimizer(Optimizer):
         self.backend, self.master_weights = backend, master_weights
         self.moment_dtype: Dtype = moment_dtype or torch.float32
         self.stochastic_rounding, self.seed, self.decay_at = stochastic_rounding, seed, decay_at
-        self.cautious_decay = cautious_decay
+        self.cautious_decay, self.ema = cautious_decay, averages_of(ema)
         self.max_grad_norm, self.zero_gradients = max_grad_norm, zero_gradients
         self.num_replicas = 1
         self.first_replica = 0  # among all replicas of the run, for stochastic rounding
@@ -283,7 +303,8 @@ class FusedOptimizer(Optimizer):
 
     def _layout(self, param: Tensor) -> Layout:
         """How the state of a parameter is stored."""
-        return Layout(RULES[self.rule], dtype_for(self.moment_dtype, param), self.master_weights)
+        dtype = dtype_for(self.moment_dtype, param)
+        return Layout(RULES[self.rule], dtype, self.master_weights, EMA_KEYS[: len(self.ema)])
 
     def _replicas_of(self, param: Tensor) -> list[Tensor]:
         if self.num_replicas == 1:
@@ -312,6 +333,8 @@ class FusedOptimizer(Optimizer):
         Raises ValueError or TypeError, before anything is changed, for hyperparameters and tensors
         that cannot be used.
         """
+        if self._is_averaged:
+            self._refuse_average("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -418,6 +441,7 @@ class FusedOptimizer(Optimizer):
             members,
             [groups_of.index(member.group) for member in members],
             rule.moments,
+            averages=self.ema,
             stochastic=self.seed if self.stochastic_rounding or draws else None,
             first_replica=self.first_replica + replica,
         )
@@ -542,8 +566,9 @@ class FusedOptimizer(Optimizer):
                 first, master = shards.local(param), shards.local(masters[0])
                 made = [like_first(shards.local(copy), first, master) for copy in others]
                 state["replica_masters"] = [shards.like(one, param) for one in made]
-            if z := kept_z(state):
-                state["replica_z"] = of_each(z, count)[1:]
+            for key in BESIDE_KEYS:
+                if kept := kept_beside(state, key):
+                    state[f"replica_{key}"] = of_each(kept, count)[1:]
         self.multipliers = [[1.0] * len(self.param_groups) for _ in range(count)]
         self.forget_plans()
 
@@ -561,6 +586,7 @@ class FusedOptimizer(Optimizer):
         """Every replica becomes sum_k weights[k] * replica k (Eq. 3), masters and parameters.
         The weights are divided by their sum; a replica of weight 0 is not read. Moments and
         counters are shared and stay. Frozen parameters are left alone."""
+        self._refuse_average("average_replicas()")
         shares = normalised(weights, self.num_replicas)
         self._take_over()
         if self.num_replicas == 1:
@@ -575,10 +601,11 @@ class FusedOptimizer(Optimizer):
             sets = list(map(list, zip(*map(self._replicas_of, chosen), strict=True)))
             states = [shards.local_state(self.state.get(param, {}), param) for param in chosen]
             masters = plans.master_columns(states, self.num_replicas)
-            # z of all replicas are averaged as if they were parameters more, without masters
-            zs = list(filter(None, map(kept_z, states)))
-            sets = [[*column, *(z[k] for z in zs)] for k, column in enumerate(sets)]
-            masters = masters and [[*column, *([None] * len(zs))] for column in masters]
+            # weights beside them are averaged as if they were parameters more, without masters
+            beside = [kept_beside(state, key) for state in states for key in BESIDE_KEYS]
+            beside = [kept for kept in beside if kept]
+            sets = [[*column, *(kept[k] for kept in beside)] for k, column in enumerate(sets)]
+            masters = masters and [[*column, *([None] * len(beside))] for column in masters]
             self._averaging.setdefault(device, Averaging())(sets, masters, shares, self.backend)
         if self._planned is not None:
             self._planned.watch.refresh()
@@ -609,10 +636,92 @@ class FusedOptimizer(Optimizer):
                 reset_master(tensor, master)
 
     def _take_over(self) -> None:
+        if self._is_averaged:
+            return
         if self._planned is not None:
             self._planned.watch.check()
         else:
             Watch([(p, self.state[p]) for p in self._listed() if p in self.state]).check()
+
+    @torch.no_grad()
+    def beside(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The weights that are kept beside each of these tensors, as they lie on this rank:
+        schedule-free's z, averages over time. None of what is not trained here.
+
+        Of a parameter that has had no gradient yet they are made now, for all replicas must have
+        the same ones to average."""
+        keys = (*RULES[self.rule].weights, *EMA_KEYS[: len(self.ema)])
+        kinds = {
+            p: self._rule_of(group).kind(group)
+            for group in self.param_groups
+            for p in group["params"]
+            if keys and p.requires_grad
+        }
+        made = {
+            p: self._layout(p).missing(state, self._replicas_of(p), kinds[p].keeps_moments)
+            for p in params
+            if p in kinds and not (state := self.state[p]).keys() >= set(keys)
+        }
+        plans.add_entries(self.state, made)
+        states = [shards.local_state(self.state.get(p, {}), p) for p in params]
+        return [[state[key] for key in keys if key in state] for state in states]
+
+    # -- averages over time ------------------------------------------------------------------------
+
+    @contextmanager
+    def averaged(self, number: int = 0) -> Iterator[None]:
+        """Inside, the parameters are their average over time (`ema`), of which `number` chooses
+        one: to evaluate the model, or to save it. Afterwards they are the weights again, bitwise,
+        also after an error.
+
+        In all replicas, each of its own; of 16 bits rounded to nearest. A parameter that has not
+        been stepped yet is left as it is. Costs a copy of the parameters. Inside, step(),
+        state_dict() and load_state_dict() raise RuntimeError: they are about the weights.
+
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = hdet.FusedAdamW(model.parameters(), ema=0.999)
+        >>> model(torch.ones(4, 8)).square().mean().backward()
+        >>> optimizer.step()
+        >>> with optimizer.averaged():
+        ...     loss = model(torch.ones(4, 8)).square().mean()
+        """
+        if not 0 <= number < len(self.ema):
+            raise ValueError(
+                f"average {number} does not exist: this optimizer keeps {len(self.ema)} (ema=), "
+                "numbered from 0"
+            )
+        self._refuse_average("averaged()")
+        self._take_over()
+        states = [(param, self.state.get(param, {})) for param in self._listed()]
+        pairs = [
+            (shards.local(own), shards.local(average))
+            for param, state in states
+            for own, average in zip(
+                state_sets(state, param), kept_beside(state, EMA_KEYS[number]), strict=False
+            )
+        ]
+        weights = [own.detach().clone() for own, _ in pairs]
+        self._is_averaged = True
+        try:
+            with torch.no_grad():
+                for own, average in pairs:
+                    own.copy_(average)
+            yield
+        finally:
+            with torch.no_grad():
+                for (own, _), weight in zip(pairs, weights, strict=True):
+                    own.copy_(weight)
+            self._is_averaged = False
+            if self._planned is not None:
+                self._planned.watch.refresh()
+
+    def _refuse_average(self, what: str) -> None:
+        """Of what needs the weights in the parameters."""
+        if self._is_averaged:
+            raise RuntimeError(
+                f"{what} inside optimizer.averaged(), where the parameters are an average over "
+                "time: call it outside"
+            )
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -647,6 +756,7 @@ class FusedOptimizer(Optimizer):
         Where there are replicas of a parameter that has not been stepped yet, its state is that
         of a first step: torch's optimizer needs a whole one, and a distributed checkpoint loads
         what is there to be filled."""
+        self._refuse_average("state_dict()")
         # the first one: others see what it has made
         complete = lambda _, saved: self._complete(saved)
         handle = self.register_state_dict_post_hook(complete, prepend=True)
@@ -678,6 +788,7 @@ class FusedOptimizer(Optimizer):
         a converge (one of two float32 replicas is compared with the model, which is to be loaded
         before); from the middle of a cycle it is refused by ValueError.
         """
+        self._refuse_average("load_state_dict()")
         held: dict[str, Any] = {}
 
         def hold(_: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
@@ -709,7 +820,7 @@ class FusedOptimizer(Optimizer):
         saved = self._held.get("param_groups", [])
         groups_of = {name: group for group in saved for name in group["params"]}
         params = dict(zip(groups_of, self._listed(), strict=True)) if saved else {}
-        dropped = False
+        dropped: dict[str, None] = {}
         for key, values in self._held.get("state", {}).items():
             param = params.get(key)
             if param is None:  # not a parameter's: carried, as torch does
@@ -724,13 +835,16 @@ class FusedOptimizer(Optimizer):
                 )
             values = self._counted(values, group)
             entries = layout.loaded(values, param, f"parameter {key}")
-            dropped |= layout.master_key(param) is None and bool(kept_masters(entries))
+            if layout.master_key(param) is None and kept_masters(entries):
+                dropped["master weights"] = None
+            if not layout.emas and EMA_KEYS[0] in values:
+                dropped["averages over time"] = None
             ours = self._sets.get(param, [param])[1:]
             copies += zip(ours, replicas_for(entries, param, ours), strict=False)
             made[param] = entries
-        if dropped:
+        for what in dropped:
             warnings.warn(
-                "the loaded state has master weights, this optimizer keeps none: they are dropped",
+                f"the loaded state has {what}, this optimizer keeps none: they are dropped",
                 stacklevel=4,
             )
         with torch.no_grad():

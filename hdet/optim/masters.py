@@ -14,10 +14,16 @@ from hdet.tensors import dtensor as shards
 
 from . import lists
 
-REPLICA_KEYS = ("replica_params", "replica_masters", "replica_z")
+EMA_KEYS = ("ema", "ema_1", "ema_2")
+"""averages of the weights over time (hdet/kernels/ema.py)"""
+BESIDE_KEYS = ("z", *EMA_KEYS)
+"""float32 weights beside the parameters, as which they begin; each replica has its own. They are
+averaged as parameters are."""
+REPLICA_KEYS = ("replica_params", "replica_masters", *(f"replica_{key}" for key in BESIDE_KEYS))
 MASTER_KEYS = ("master_param", "remainder")
-WEIGHT_KEYS = (*MASTER_KEYS, *REPLICA_KEYS)
-"""what a state has of the weights, and no moments: masters, and all of the further replicas"""
+WEIGHT_KEYS = (*MASTER_KEYS, *REPLICA_KEYS, *EMA_KEYS, "ema_step")
+"""what a state has of the weights, and no moments: masters, averages over time, and all of the
+further replicas"""
 
 _version: Callable[[Tensor], int] = operator.attrgetter("_version")
 
@@ -33,10 +39,10 @@ def kept_masters(state: Mapping[str, Any]) -> list[Tensor]:
     return [] if first is None else [first, *(state.get("replica_masters") or ())]
 
 
-def kept_z(state: Mapping[str, Any]) -> list[Tensor]:
-    """Schedule-free's z of all replicas, as far as there are any."""
-    first = state.get("z")
-    return [] if first is None else [first, *(state.get("replica_z") or ())]
+def kept_beside(state: Mapping[str, Any], key: str) -> list[Tensor]:
+    """One of BESIDE_KEYS of all replicas, as far as there are any."""
+    first = state.get(key)
+    return [] if first is None else [first, *(state.get(f"replica_{key}") or ())]
 
 
 def own_master(param: Tensor, dtype: torch.dtype) -> Tensor:

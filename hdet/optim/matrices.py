@@ -115,7 +115,14 @@ class Batch:
         nothing = [None] * len(matrices)
         not_theirs = torch.zeros(len(matrices), dtype=torch.float32, device=room.device).unbind()
         average = replace(
-            every, params=[self.slots], steps=not_theirs, masters=None, stochastic=None
+            every,
+            params=[self.slots],
+            steps=not_theirs,
+            masters=None,
+            stochastic=None,
+            averages=(),
+            emas=(),
+            ema_steps=(),
         )
         follow = replace(every, moments=[nothing], scales=None)
         self._average = kernels.step_plan(average, backend)

@@ -264,6 +264,7 @@ class FusedMuon(FusedOptimizer):
                 plans.step_tensors,
                 "muon",
                 moments=("momentum_buffer",),
+                averages=self.ema,
                 stochastic=self.seed if self.stochastic_rounding else None,
                 first_replica=self.first_replica,
             )

@@ -18,9 +18,9 @@ from hdet.rules import Facts
 from hdet.tensors import dtensor as shards
 
 from .fused import FusedOptimizer
-from .masters import MASTER_KEYS, kept_masters, kept_z, state_sets
+from .masters import MASTER_KEYS, kept_beside, kept_masters, state_sets
 from .moment_storage import scale_key
-from .step_plans import Hyper, Member, Part, add_entries
+from .step_plans import Hyper, Member, Part
 
 COUNTED: dict[str, Any] = {
     "k": 0,
@@ -111,7 +111,10 @@ class ScheduleFree(FusedOptimizer):
         check_apart(
             (f"{kind} {m.place}", tensor)
             for m in members
-            for kind, tensors in (("parameter", m.sets), ("z of parameter", kept_z(m.state)))
+            for kind, tensors in (
+                ("parameter", m.sets),
+                ("z of parameter", kept_beside(m.state, "z")),
+            )
             for tensor in tensors
         )
         # The first replica moves what all share, the others move a copy of it: each has the bits of
@@ -131,21 +134,6 @@ class ScheduleFree(FusedOptimizer):
         )
         return [replace(parts[0], plan=plan)]
 
-    @torch.no_grad()
-    def beside(self, params: Sequence[Tensor]) -> list[Tensor | None]:
-        """z of each of these tensors, as it lies on this rank; None of what is not trained here.
-
-        Of a parameter that has had no gradient yet it is made now, for all replicas must have the
-        same ones to average."""
-        listed = set(self._listed())
-        made = {
-            param: self._layout(param).missing(state, self._replicas_of(param), True)
-            for param in params
-            if param in listed and param.requires_grad and "z" not in (state := self.state[param])
-        }
-        add_entries(self.state, made)
-        return [shards.local_state(self.state.get(p, {}), p).get("z") for p in params]
-
     def train(self) -> None:
         """The parameters become y, at which gradients are taken."""
         self._change(True)
@@ -164,7 +152,7 @@ class ScheduleFree(FusedOptimizer):
             weight = 1 - beta1 if train else 1 - 1 / beta1
             for param in group["params"]:
                 state = shards.local_state(self.state.get(param, {}), param)
-                sets, all_z = state_sets(state, shards.local(param)), kept_z(state)
+                sets, all_z = state_sets(state, shards.local(param)), kept_beside(state, "z")
                 masters: Sequence[Tensor | None] = kept_masters(state) or [None] * len(sets)
                 for own, master, z in zip(sets, masters, all_z, strict=False):
                     value = numbers.value_of(own, master)
@@ -206,7 +194,7 @@ def _shared(member: Member) -> dict[str, Tensor]:
 
 def _of_replica(member: Member, k: int, other: Mapping[str, Tensor]) -> Member:
     """As if there were no other replica, and with some `other` entries in its state."""
-    state = {**member.state, **other, "z": kept_z(member.state)[k]}
+    state = {**member.state, **other, "z": kept_beside(member.state, "z")[k]}
     for key in MASTER_KEYS:
         if key in state:
             state[key] = kept_masters(member.state)[k]

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from types import MethodType
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.optim import Adagrad, Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..kernels.numbers import value_of
 from ..rules import RULES
 from ..tensors.buffers import (
     BufferCopies,
@@ -26,9 +28,17 @@ from ..tensors.buffers import (
     put,
     tensors_in,
 )
-from ..tensors.dtensor import local_parts
+from ..tensors.dtensor import local, local_parts
 from .fused import FusedOptimizer
-from .masters import MASTER_KEYS, WEIGHT_KEYS, kept_masters, reset_master, state_sets
+from .masters import (
+    EMA_KEYS,
+    MASTER_KEYS,
+    WEIGHT_KEYS,
+    kept_beside,
+    kept_masters,
+    reset_master,
+    state_sets,
+)
 from .moment_storage import EIGHT_BIT
 from .schedule_free import ScheduleFree
 
@@ -45,6 +55,7 @@ __all__ = [
     "is_known",
     "is_schedule_free",
     "keeps_codes",
+    "keeps_emas",
     "keeps_weights",
     "keys_of_own",
     "masters_of",
@@ -129,11 +140,17 @@ def weight_keys(optimizer: Optimizer) -> set[str]:
     return {*WEIGHT_KEYS, *own}
 
 
-def beside(optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The weight that the optimizer keeps beside each of these tensors, and that is averaged and
-    sent as they are; None where there is none."""
+def beside(optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The weights that the optimizer keeps beside these tensors, one after the other, and that are
+    averaged and sent as they are."""
     inner = inner_optimizer(optimizer)
-    return inner.beside(tensors) if isinstance(inner, ScheduleFree) else [None] * len(tensors)
+    kept = inner.beside(tensors) if isinstance(inner, FusedOptimizer) else []
+    return [weight for weights in kept for weight in weights]
+
+
+def keeps_emas(optimizer: Optimizer) -> bool:
+    """Are averages over time kept?"""
+    return bool(getattr(inner_optimizer(optimizer), "ema", ()))
 
 
 def keeps_codes(optimizer: Optimizer) -> bool:
@@ -250,11 +267,18 @@ def _renew(
         if key == "replica_params" and weights:
             for other in state[key]:
                 other.copy_(parameter)
+        elif key == "ema_step" and weights:
+            state[key].zero_()
         elif key not in no_moments and isinstance(state[key], torch.Tensor):
             local_parts([state[key]])[0].zero_()
     if weights and not set(MASTER_KEYS) & before.keys():
         for tensor, master in zip(state_sets(state, parameter), kept_masters(state), strict=False):
             reset_master(tensor, master)
+    sets, masters = state_sets(state, parameter), kept_masters(state)
+    for key in (key for key in made if weights and key in EMA_KEYS):
+        for tensor, master, ema in zip_longest(sets, masters, kept_beside(state, key)):
+            own = None if master is None else local(master)
+            local(ema).copy_(value_of(local(tensor), own))
 
 
 def forget_states(optimizer: Optimizer, but: Mapping[int, set[Any]]) -> None:

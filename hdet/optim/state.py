@@ -19,10 +19,12 @@ from hdet.tensors import strides
 from . import lists
 from . import moment_storage as stored
 from .masters import (
+    BESIDE_KEYS,
+    EMA_KEYS,
     MASTER_KEYS,
     REPLICA_KEYS,
+    kept_beside,
     kept_masters,
-    kept_z,
     like_first,
     make_master,
     regain,
@@ -39,11 +41,13 @@ class Layout:
     """How the state of a parameter is stored.
 
     moment_dtype: of 8 bits that of the codes; exact moments are float32 in any case.
+    emas: the names of the averages over time that are kept.
     """
 
     rule: Facts
     moment_dtype: torch.dtype
     master_weights: str | None
+    emas: Sequence[str] = ()
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Of the moments, by name."""
@@ -73,6 +77,11 @@ class Layout:
         kept, own = shards.local_state(state, param), shards.locals_of(sets)
         made = self._moments(kept, own) if moments else {}
         made |= self._counter(kept, own[0], moments)
+        for name in self.emas:
+            made |= _beside(kept, own, name)
+        if self.emas and not _counts(seen := kept.get("ema_step", 0.0), own[0]):
+            name = f"ema_step of a parameter of shape {tuple(param.shape)}"
+            made["ema_step"] = _counted(seen, name, own[0])
         made |= self._masters(kept, own)
         entries = shards.state_like(made, param)
         if len(sets) > 1 and not lists.same(state.get("replica_params") or [], list(sets[1:])):
@@ -84,7 +93,7 @@ class Layout:
         param = sets[0]
         for name, dtype in self.dtypes().items():
             if name in self.rule.weights:
-                entries |= _z(state, sets)
+                entries |= _beside(state, sets, name)
             elif state.get(name) is None:
                 entries |= stored.zeros(name, param, dtype)
             elif not stored.fits(name, state, param, dtype):
@@ -99,8 +108,7 @@ class Layout:
             step = 0.0  # moments that begin at zero need the corrections of a first step
         elif step is None:  # torch's SGD does not count; a buffer that is there has seen a step
             step = any(moment is not None for moment in kept)
-        form = (0, torch.float32, param.device)
-        if isinstance(step, Tensor) and (step.dim(), step.dtype, step.device) == form:
+        if _counts(step, param):
             return {}
         return {"step": _counted(step, f"step of a parameter of shape {tuple(param.shape)}", param)}
 
@@ -145,15 +153,16 @@ class Layout:
             "remainder": torch.int16,
             "replica_params": param.dtype,
             "replica_masters": torch.float32 if halves is None else torch.int16,
-            "replica_z": torch.float32,
+            **{f"replica_{key}": torch.float32 for key in BESIDE_KEYS},
+            **dict.fromkeys(EMA_KEYS, torch.float32),
         }
         placed: dict[str, Any] = {}
         for key, value in values.items():
             if value is None:  # torch's SGD before its first momentum
                 continue
-            if key == "step":
+            if key in ("step", "ema_step"):
                 # a number, float64 or a tensor anywhere, depending on torch's version and options
-                placed[key] = _counted(value, f"the loaded step of {name}", param)
+                placed[key] = _counted(value, f"the loaded {key} of {name}", param)
             elif key in REPLICA_KEYS:
                 placed[key] = [_checked(v, param, dtypes[key], f"{key} of {name}") for v in value]
             elif key in moments and getattr(value, "dtype", None) == CODES:
@@ -169,6 +178,15 @@ class Layout:
             if dtype == CODES and key in placed:
                 made = stored.entries(key, shards.local(placed[key]), dtype, is_signed(key))
                 placed.update(shards.state_like(made, param))
+        theirs = [key for key in EMA_KEYS if key in placed]
+        if not self.emas:
+            for key in (*theirs, *(f"replica_{key}" for key in theirs), "ema_step"):
+                placed.pop(key, None)
+        elif theirs and (theirs != list(self.emas) or "ema_step" not in placed):
+            raise ValueError(
+                f"the loaded state of {name} has {len(theirs)} averages over time, this optimizer "
+                f"{len(self.emas)}: construct it with as many (ema=)"
+            )
         absent = [key for key in self.rule.required if key not in placed]
         if absent and placed.keys() - set(REPLICA_KEYS):
             raise ValueError(
@@ -208,11 +226,11 @@ def _seen_as(value: Any, dtype: torch.dtype) -> Any:
     return shards.like(shards.local(value).view(dtype), value)
 
 
-def _z(state: Mapping[str, Any], sets: Sequence[Tensor]) -> dict[str, Any]:
-    """z of all replicas, if it does not fit: of another number of them the first one's; where there
-    is none, each replica's own value."""
-    kept = kept_z(state)
-    fit = [_fits(z, param, torch.float32) for z, param in zip(kept, sets, strict=False)]
+def _beside(state: Mapping[str, Any], sets: Sequence[Tensor], key: str) -> dict[str, Any]:
+    """One of BESIDE_KEYS of all replicas, if it does not fit: of another number of them the first
+    one's; where there is none, each replica's own value."""
+    kept = kept_beside(state, key)
+    fit = [_fits(one, param, torch.float32) for one, param in zip(kept, sets, strict=False)]
     if len(kept) == len(sets) and all(fit):
         return {}
     if kept:
@@ -221,10 +239,10 @@ def _z(state: Mapping[str, Any], sets: Sequence[Tensor]) -> dict[str, Any]:
         pairs = zip_longest(sets, kept_masters(state)[: len(sets)])
         made = [numbers.value_of(param.detach(), master).clone() for param, master in pairs]
     made = [
-        strides.like(z.detach().to(param.device, torch.float32), param)
-        for z, param in zip(made, sets, strict=True)
+        strides.like(one.detach().to(param.device, torch.float32), param)
+        for one, param in zip(made, sets, strict=True)
     ]
-    return {"z": made[0], **({"replica_z": made[1:]} if len(made) > 1 else {})}
+    return {key: made[0], **({f"replica_{key}": made[1:]} if len(made) > 1 else {})}
 
 
 def of_each(kept: Sequence[Tensor], count: int) -> list[Tensor]:
@@ -239,32 +257,41 @@ def replicas_for(entries: dict[str, Any], param: Tensor, ours: Sequence[Tensor])
 
     Returns what is to be copied into these; empty: nothing.
     """
-    masters, z, theirs = kept_masters(entries), kept_z(entries), entries.pop("replica_params", [])
-    entries.pop("replica_masters", None)
-    entries.pop("replica_z", None)
+    kept = {"replica_masters": kept_masters(entries)}
+    kept |= {f"replica_{key}": kept_beside(entries, key) for key in BESIDE_KEYS}
+    theirs = entries.pop("replica_params", [])
+    for key in kept:
+        entries.pop(key, None)
     if not ours:
         return []
     if theirs and len(theirs) != len(ours):
         # The first replica is in the model's state, which may be loaded later: it is asked only
         # where nothing else can tell.
-        alone = len(theirs) == 1 and len(masters) < 2
+        alone = len(theirs) == 1 and len(kept["replica_masters"]) < 2
         first = [param] if alone else []
-        if not all(map(_same_bits, ([*theirs, *first], masters, z))):
+        if not all(map(_same_bits, ([*theirs, *first], *kept.values()))):
             raise ValueError(
                 f"the loaded state has {len(theirs) + 1} replicas that are not equal, this "
                 f"optimizer {len(ours) + 1}: construct as many, or call ensemble.converge() before "
                 f"saving{' and load the model before the optimizer' if alone else ''}"
             )
-        theirs, masters, z = theirs[:1] * len(ours), masters[:1], z[:1]
+        theirs = theirs[:1] * len(ours)
+        kept = {key: tensors[:1] for key, tensors in kept.items()}
     entries["replica_params"] = list(ours)
-    for key, kept in (("replica_masters", masters), ("replica_z", z)):
-        if kept:
-            entries[key] = of_each(kept, 1 + len(ours))[1:]
+    for key, tensors in kept.items():
+        if tensors:
+            entries[key] = of_each(tensors, 1 + len(ours))[1:]
     return theirs
 
 
 def _fits(tensor: Tensor, param: Tensor, dtype: torch.dtype) -> bool:
     return tensor.dtype == dtype and tensor.device == param.device and strides.alike(tensor, param)
+
+
+def _counts(step: Any, param: Tensor) -> bool:
+    """Is it a counter as kernels count it?"""
+    form = (0, torch.float32, param.device)
+    return isinstance(step, Tensor) and (step.dim(), step.dtype, step.device) == form
 
 
 def _counted(step: Any, name: str, param: Tensor) -> Tensor:

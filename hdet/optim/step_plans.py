@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hdet.kernels import StepOptions, StepPlan, StepSettings, StepTensors
 from hdet.kernels.checks import UnusualMemory, check_gradients_apart
+from hdet.kernels.ema import WeightAverage
 from hdet.kernels.interface import Column
 from hdet.rules import Facts, Kind
 from hdet.tensors import dtensor as shards
@@ -20,7 +21,7 @@ from hdet.tensors import strides
 
 from . import lists
 from .finish import ShardedClip
-from .masters import Watch, kept_masters, state_sets, with_shards
+from .masters import EMA_KEYS, Watch, kept_beside, kept_masters, state_sets, with_shards
 from .moment_storage import scale_key
 
 Hyper = tuple[Any, ...]
@@ -60,7 +61,12 @@ def member(place: int, group: int, sets: Sequence[Tensor], state: Mapping[str, A
 
 
 def step_tensors(
-    rule: str, members: Sequence[Member], groups: Sequence[int], moments: Sequence[str], **more: Any
+    rule: str,
+    members: Sequence[Member],
+    groups: Sequence[int],
+    moments: Sequence[str],
+    averages: Sequence[WeightAverage],
+    **more: Any,
 ) -> StepTensors:
     """What a plan for these works on. `moments`: their names in states."""
     states = [member.state for member in members]
@@ -74,6 +80,12 @@ def step_tensors(
         masters=master_columns(states, len(replicas)),
         ids=[member.place for member in members],
         scales=[[state.get(scale_key(key)) for state in states] for key in moments],
+        averages=averages,
+        emas=[
+            [[kept_beside(state, key)[k] for state in states] for k in replicas]
+            for key in EMA_KEYS[: len(averages)]
+        ],
+        ema_steps=[state["ema_step"] for state in states] if averages else (),
         **more,
     )
 

@@ -15,9 +15,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from .. import kernels
+from ..kernels.ema import WeightAverage
 from ..kernels.numbers import value_of
 from ..optim import FusedOptimizer, moment_storage
-from ..optim.masters import kept_masters, kept_z
+from ..optim.masters import BESIDE_KEYS, WEIGHT_KEYS, kept_beside, kept_masters
 from ..rules import COUPLED, RULES
 
 __all__ = ["RuleContract"]
@@ -34,6 +35,8 @@ STORED: dict[str, dict[str, Any]] = {
     "split, 8 bits": {"dtype": BF16, "master_weights": "split", "moment_dtype": "8bit"},
     "stochastic": {"dtype": BF16, "stochastic_rounding": True},
     "clipped": {"max_grad_norm": 1.0, "zero_gradients": True},
+    "averages": {"ema": (0.5, WeightAverage(decay=None, every=2))},
+    "split, averages": {"dtype": BF16, "master_weights": "split", "ema": 0.75},
 }
 """ways to keep parameters and moments"""
 RHOS = (0.5, 1.0, 1.75, 0.75)
@@ -284,7 +287,7 @@ def copies(count: int) -> Callable[[Tensor], list[Tensor]]:
 
 
 def replicate(
-    optimizer: Callable[..., FusedOptimizer],
+    optimizer: type[FusedOptimizer],
     groups: list[dict[str, Any]],
     count: int,
     transposed: bool = True,
@@ -295,6 +298,8 @@ def replicate(
     for param in [param for group in groups for param in group["params"]]:
         if transposed and param.dim() > 1:
             param.data = param.data.mT.contiguous().mT
+    if RULES[optimizer.rule].weights:  # an average itself
+        options.pop("ema", None)
     made = optimizer(groups, lr=1e-2, **options)
     if made.rule in COUPLED:
         for group in made.param_groups:
@@ -312,20 +317,22 @@ def state_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def values(optimizer: FusedOptimizer, k: int = 0) -> list[Tensor]:
-    """Copies of the float32 values of replica k, as the state has them, and of its z."""
+    """Copies of the float32 values of replica k, as the state has them, and of weights
+    beside them."""
     found = []
     first, own = optimizer.replica_parameters(0), optimizer.replica_parameters(k)
     for param, tensor in zip(first, own, strict=True):
         state = optimizer.state.get(param, {})
-        masters, z = kept_masters(state), kept_z(state)
+        masters = kept_masters(state)
         found.append(value_of(tensor.detach(), masters[k] if masters else None).clone())
-        found += [one.clone() for one in z[k : k + 1]]
+        for key in BESIDE_KEYS:
+            found += [one.clone() for one in kept_beside(state, key)[k : k + 1]]
     return found
 
 
 def _shared(optimizer: Any) -> list[Tensor]:
     """What all replicas have one of."""
-    own = ("z", "master_param", "remainder", "replica_params", "replica_masters", "replica_z")
+    own = {*BESIDE_KEYS, *WEIGHT_KEYS} - {"ema_step"}
     return [state[k] for state in state_of(optimizer) for k in sorted(state) if k not in own]
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(nvcc() is None, reason="there is no nvcc here")
 
 # kernels by source
 KERNELS = {
-    "step.cu": 9 * len(RULES),
+    "step.cu": 12 * len(RULES),
     "coded.cu": 5 * len(RULES),
     "derive.cu": 1,
     "norm.cu": 1,
@@ -146,7 +146,7 @@ def test_main_loops_access_16_bytes_of_global_memory(ptx: dict[str, str]) -> Non
 def test_a_float_step_streams_gradient_and_moments(ptx: dict[str, str], rule: str) -> None:
     """Two vectors a turn of each stream, plain accesses, and all loads before the first store."""
     kernel = re.compile(
-        rf"step_kernel.*{len(rule) + 4}{rule}RuleELb0ELNS_\d+KnownE1E", re.IGNORECASE
+        rf"step_kernel.*{len(rule) + 4}{rule}RuleELb0ELNS_\d+KnownE1ELb0E", re.IGNORECASE
     )  # of SgdRule for sgd
     (code,) = [code for name, code in ptx.items() if kernel.search(name)]
     moments = len(RULES[rule].moments)

@@ -50,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16, float32 masters": {"dtype": BF16, "optimizer": MASTERS, "lr": 1e-4},
     "bfloat16, split": {"dtype": BF16, "optimizer": SPLIT, "controller": "probe"},
     "bfloat16, stochastic": {"dtype": BF16, "optimizer": STOCHASTIC},
+    "averages over time": {"dtype": BF16, "optimizer": partial(SPLIT, ema=(0.5, 0.9))},
 }
 
 

@@ -133,6 +133,18 @@ class Problem:
                     moment.copy_(moment.square() * taken)  # zero before the first step
                 elif moment is not None and taken == 0:
                     moment.zero_()
+        emas = [
+            [
+                self._column(f"ema {j} of {k}", [F32] * count, 40 + 3 * j + k)
+                for k in range(case.replicas)
+            ]
+            for j in range(len(case.averages))
+        ]
+        counts = [1] * (count if emas else 0)
+        self.memory["ema_steps"] = Guarded(counts, 0, 0, device)
+        self.ema_steps = [
+            step.view(()).fill_(i % 5) for i, step in enumerate(self.memory["ema_steps"].tensors)
+        ]
         self.tensors = StepTensors(
             rule=case.rule,
             params=[column.tensors for column in sets["param"]],
@@ -146,6 +158,9 @@ class Problem:
             stochastic=case.stochastic,
             first_replica=0 if case.stochastic is None else 5,
             scales=[column.tensors for column in scales],
+            averages=case.averages,
+            emas=[[column.tensors for column in sets] for sets in emas],
+            ema_steps=self.ema_steps,
         )
 
     def _column(self, name: str, dtypes: list[torch.dtype | None], place: int) -> Guarded:
@@ -304,6 +319,9 @@ class _Comparison:
         assert [float(s) for s in self.problem.steps] == [
             float(s) + self._steps(i) for i, s in enumerate(self.before["steps"])
         ], "step counters"  # type: ignore[arg-type]
+        assert [float(s) for s in self.problem.ema_steps] == [
+            float(s) + self._steps(i) for i, s in enumerate(self.before["ema_steps"])
+        ], "counters of averages"  # type: ignore[arg-type]
         count = len(self.case.sizes)
         for i in range(0, count, 1 + count // 250):  # of very many, some
             if self.case.sizes[i] > 0:
@@ -314,11 +332,21 @@ class _Comparison:
 
     def _tensor(self, i: int) -> None:
         if not self._steps(i):
-            return self._assert_same(i, *(name for name in self.before if name != "steps"))
+            return self._assert_same(
+                i, *(name for name in self.before if not name.endswith("steps"))
+            )
         stepped = self._exact(i, [self.before[f"value {j}"][i] for j in range(self.case.replicas)])
         self._moments(i, stepped)
         for j, exact in enumerate(stepped.params):
             self._parameter(i, j, exact)
+        for n, average in enumerate(self.case.averages):
+            t = int(self._before("ema_steps", i)) + 1
+            for j in range(self.case.replicas):
+                name = f"ema {n} of {j}"
+                made = reference.averaged(
+                    average, t, self._before(name, i).double(), self._after(f"value {j}", i)
+                )
+                reference.assert_stored(self._after(name, i), made, f"{name}, tensor {i}")
 
     def _exact(self, i: int, old: list[Tensor | None]) -> reference.Stepped:
         s = self.problem.settings(self.problem.groups[i], self.turn)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hdet.kernels.ema import WeightAverage
 from hdet.rules import DECOUPLED, RULES, StepSettings
 from hdet.rules.trace import Scalar, walk
 from hdet.rules.trace import Tensor as Traced
@@ -224,6 +225,27 @@ def evaluate(
     u, *moments = (known[result] for result in results)
     divisor = _scalar(traced.divisor, h, t)
     return Bounded(u.value / divisor, u.error / divisor), moments
+
+
+def kept_of(average: WeightAverage, t: int) -> float:
+    """What step t of an average over time keeps of it."""
+    if t <= average.begin:
+        return 0.0
+    n, rest = divmod(t - average.begin, average.every)
+    if rest:
+        return 1.0
+    if average.decay is None:
+        return (1 - 1 / n) ** (average.power + 1)
+    warm = (n - 1 + 1) / (n - 1 + 10) if average.warm_up else 1.0
+    return min(average.decay, warm) if n > 1 else 0.0
+
+
+def averaged(average: WeightAverage, t: int, old: Tensor, param: Tensor) -> Bounded:
+    kept = kept_of(average, t)
+    if kept in (0.0, 1.0):
+        return exactly(param if kept == 0 else old)
+    numbers = (torch.tensor(x, dtype=torch.float64) for x in (1 - kept, kept))
+    return _lerp(exactly(old), exactly(param), *map(exactly, numbers))
 
 
 def weighted_mean(rows: Sequence[Bounded], weights: Sequence[float]) -> Bounded:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hdet.kernels import StepSettings
+from hdet.kernels.ema import WeightAverage
 from hdet.rules import COUPLED, DECOUPLED
 from hdet.rules import RULES as ALL_RULES
 
@@ -80,6 +81,7 @@ class Case:
     ] = ()  # "param", "gradient": what begins with every combination of SPECIAL_VALUES
     changing: bool = False  # gradients have other dtypes and other addresses in each step
     coming: bool = False  # gradients come and go: in each step other tensors have none
+    averages: tuple[WeightAverage, ...] = ()
     steps: int = 2
 
     def format(self, i: int) -> Format:
@@ -152,6 +154,18 @@ MOMENTS: dict[str, tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]] = {
     "8 bits": ((U8,), (U8,)),
     "some 8 bits": ((U8, F32), (U8, BF16)),
 }
+AVERAGES = {
+    "none": (),
+    "one": (WeightAverage(0.9, warm_up=False),),
+    "several": (
+        WeightAverage(0.3),
+        WeightAverage(decay=None, every=2),
+        WeightAverage(decay=None, power=6.94, begin=2),
+    ),
+}
+"""over time"""
+LATE_AVERAGES = (WeightAverage(0.9, warm_up=False), WeightAverage(0.95, warm_up=False))
+"""whose weights soon are below a half"""
 # One row for each kind. Those of one kind differ in arithmetic alone, which meets every special
 # value below; what a step does around it meets every format, size and option with one of each kind.
 KINDS: dict[str, dict[str, Any]] = {}
@@ -170,6 +184,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "zero": (False, True),
     "stochastic": (None, 2**63 + 12345),
     "groups": (1, 2),
+    "averages": tuple(AVERAGES),
     "sizes": (
         "one",
         "vector edges",
@@ -251,6 +266,7 @@ def _case(number: int, choice: dict[str, Any]) -> Case:
         max_norm=1.0 if choice["norm"] == "with NaN" else choice["norm"],
         grad_scale=choice["scale"],
         found_inf=choice["found_inf"],
+        averages=AVERAGES[choice["averages"]],
         zero_gradients=choice["zero"],
         stochastic=choice["stochastic"],
         spoiled=(1,) if choice["norm"] == "with NaN" else (),
@@ -284,6 +300,14 @@ NATIVE = [
     *(
         Case(f"all float {name}", sizes=(CHUNK + 2055, 3), steps=3, **choice)
         for name, choice in RULES.items()
+    ),
+    *(
+        Case(
+            f"all float {name}, {count} averages",
+            sizes=(CHUNK + 2055, 3), averages=LATE_AVERAGES[:count], steps=3, **choice,
+        )
+        for name, choice in RULES.items()
+        for count in (1, 2)
     ),
     *(
         Case(
@@ -341,8 +365,9 @@ VALUES = [
     ),
     *(
         Case(
-            f"special {rule}, no decay",
+            f"special {rule}, no decay, averaged",
             rule, (COMBINATIONS, 5), special=BOTH, settings=NO_DECAY, steps=3,
+            averages=AVERAGES["several"],
         )
         for rule in ALL_RULES
     ),

@@ -255,6 +255,7 @@ each_kind = pytest.mark.parametrize(
         (MUON, 3, "float32 masters"),
         *((rule, 3, "split masters") for rule in (ADAMW, FREE)),
         (ADAMW, 3, "clipped"),
+        (ADAMW, 3, "split, averages"),
     ],
     ids=lambda x: getattr(x, "name", str(x)),
 )

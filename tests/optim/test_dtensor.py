@@ -91,6 +91,7 @@ def same_bits_as_plain(rank: int, world_size: int, mesh: str) -> None:
         STORED["split masters"],
         {"dtype": torch.float16, "master_weights": "fp32", "zero_gradients": True},
         {"backend": "torch"},
+        STORED["split, averages"],
     ):
         twins = twins_of(mesh, **options)
         twins.go(range(4))
@@ -252,6 +253,8 @@ def states_pass_through_torchs_state_dict_functions(rank: int, world_size: int) 
         (flat, "fsdp", BF16, {"master_weights": "split"}),
         (FULL, "fsdp", BF16, {"master_weights": "split", "moment_dtype": BF16}),
         (FULL, "fsdp", torch.float32, {"moment_dtype": "8bit"}),
+        (FULL, "fsdp", BF16, {"master_weights": "split", "ema": (0.5, 0.9)}),
+        (flat, "fsdp", torch.float32, {"ema": 0.5}),
         *((form, "plain", BF16, {"master_weights": of}) for form in (StateDictOptions(), FULL)
             for of in (None, "fp32", "split")),
     ]:  # fmt: skip
@@ -275,10 +278,19 @@ def states_pass_through_torchs_state_dict_functions(rank: int, world_size: int) 
             train(one, two, kind, range(2, 4))
         for k in range(optimizer.num_replicas):
             assert_all_equal(optimizer.replica_parameters(k), resumed.replica_parameters(k))
+        if optimizer.ema:
+            with optimizer.averaged(), resumed.averaged():
+                assert_all_equal(weights(model), weights(other))
 
 
 @pytest.mark.parametrize(
-    "make", [FusedAdamW, FREE.fused, partial(FusedSGD, momentum=0.9, dampening=0.5)]
+    "make",
+    [
+        FusedAdamW,
+        FREE.fused,
+        partial(FusedSGD, momentum=0.9, dampening=0.5),
+        partial(FusedAdamW, ema=0.5),
+    ],
 )
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_new_optimizer_says_what_a_checkpoint_has_to_fill(make: Any, count: int) -> None:
@@ -345,7 +357,7 @@ def the_norm_is_that_of_the_full_gradient(rank: int, world_size: int) -> None:
 def replicas_and_masters_of_shards(rank: int, world_size: int) -> None:
     for rule, stored in [
         *((rule, "split masters") for rule in (ADAMW, FREE)),
-        *((ADAMW, stored) for stored in ("float32", "float32 masters")),
+        *((ADAMW, stored) for stored in ("float32", "float32 masters", "split, averages")),
         (MUON, "float32 masters"),
     ]:
         twins = twins_of("mixed", rule, **STORED[stored])

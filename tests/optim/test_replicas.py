@@ -19,11 +19,13 @@ WEIGHTS = [0.2, 0.5, 0.3]
 SEVERAL = pytest.mark.parametrize("rule", [BY_NAME["adamw"], FREE], ids=names)
 """one whose replicas share their state, and one whose replicas have a part of their own"""
 MASTERS = pytest.mark.parametrize("stored", ["float32 masters", "split masters"])
-KEPT = pytest.mark.parametrize("stored", ["float32", "float32 masters", "split masters"])
+KEPT = pytest.mark.parametrize(
+    "stored", ["float32", "float32 masters", "split masters", "split, averages"]
+)
 
 
 @each_backend
-@pytest.mark.parametrize("stored", [*STORED][:4])
+@pytest.mark.parametrize("stored", [*[*STORED][:4], "averages"])
 @SEVERAL
 def test_average_replicas(rule: Rule, stored: str, backend: str) -> None:
     params, optimizer, sets = replicated(3, rule, **STORED[stored], backend=backend)
@@ -158,7 +160,7 @@ def test_a_converged_state_is_that_of_any_number_of_replicas(
     for k in range(count):
         assert_equal(sets[k], ours)
         assert_equal(values(other, k), values(three, 0))
-    for key in ("replica_masters", "replica_z"):  # equal parameters are not enough
+    for key in ("replica_masters", "replica_z", "replica_ema"):  # equal parameters are not enough
         apart = copy.deepcopy(state)
         if count > 1 and key in apart["state"][1]:
             apart["state"][1][key][-1].view(torch.uint8)[0] ^= 1

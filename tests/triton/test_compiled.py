@@ -20,6 +20,7 @@ if triton.knobs.runtime.interpret:
 
 from hdet.kernels import StepOptions, StepSettings, StepTensors
 from hdet.kernels import triton as backend
+from hdet.kernels.ema import WeightAverage
 from hdet.kernels.interface import PLAIN
 from hdet.kernels.triton import launch
 from hdet.kernels.triton import step as triton_step
@@ -61,6 +62,7 @@ class Stored:
     replicas: int = 1
     stochastic: int | None = None
     options: StepOptions = PLAIN
+    averages: int = 0
 
     def moments(self) -> list[torch.dtype | None]:
         rule = RULES[self.rule]
@@ -76,7 +78,8 @@ class Stored:
         each = [d for d in (self.param, self.master) if d is not None] * self.replicas
         kept = [self.master] * self.replicas if self.master == F32 else each
         zeroed = [self.gradient] if self.options.zero_gradients else []
-        return [self.gradient, *moments, *kept], [*moments, *each, *zeroed]
+        emas = [F32] * self.averages * self.replicas
+        return [self.gradient, *moments, *kept, *emas], [*moments, *each, *zeroed, *emas]
 
 
 def tensors(dtype: torch.dtype | None, sizes: list[int]) -> list[Tensor] | None:
@@ -110,6 +113,9 @@ def plan_of(s: Stored, sizes: list[int]) -> Any:
                 tensors(F32 if kind == U8 else None, [-(-n // 256) for n in sizes]) or nothing
                 for kind in kinds
             ],
+            averages=[WeightAverage(0.9)] * s.averages,
+            emas=[sets(F32, sizes, s.replicas) or [] for _ in range(s.averages)],
+            ema_steps=[torch.zeros(()) for _ in sizes] if s.averages else (),
         )
     )
 
@@ -120,6 +126,9 @@ MIXED = {"param": BF16, "gradient": BF16}
 STEPS = {
     **{name: Stored(name) for name in ("adamw", "ademamix", "schedule_free_adamw", "sgd")},
     "adamw, 5 replicas": Stored(replicas=5),
+    "adamw, averaged": Stored(averages=1),
+    "stochastic, averaged": Stored(**MIXED, first=BF16, second=BF16, stochastic=7, averages=2),
+    "adamw, 3 replicas, averaged": Stored(replicas=3, averages=1),
     "adamw, zeroed": Stored(options=StepOptions(zero_gradients=True)),
     "master": Stored(**MIXED, master=F32),
     "split": Stored(**MIXED, master=I16),

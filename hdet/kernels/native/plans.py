@@ -42,6 +42,10 @@ class NativeStepPlan(TableStepPlan):
         plan.codebooks = 0 if self.codebooks is None else self.codebooks.data_ptr()
         plan.control, plan.rows = self.control.data_ptr(), self.rows.data_ptr()
         plan.replica_rows = self.replica_rows.data_ptr()
+        if self.emas is not None and self.ema_settings is not None:
+            plan.emas, plan.num_emas = self.emas.data_ptr(), len(t.averages)
+            plan.ema_settings = self.ema_settings.data_ptr()
+            plan.ema_rows = self.ema_rows.data_ptr()
 
     def _point_to_chunks(self) -> None:
         self.plan.chunks = self.placed_chunks.data_ptr()

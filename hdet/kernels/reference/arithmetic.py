@@ -82,6 +82,13 @@ def add_weighted(total: Many, weight: Number, x: Many) -> Many:
     return where(_test(weight, lambda w: w == 0), total, total + x * weight)
 
 
+def averaged(average: Many, param: Many, weight: Number, rest: Number) -> Many:
+    """An average over time, left alone at weight 0; at weight 1 it becomes the parameter."""
+    made = lerp(average, param, weight, rest)
+    made = where(_test(weight, lambda w: w == 1), param, made)
+    return where(_test(weight, lambda w: w == 0), average, made)
+
+
 def _choose(condition: Number, a: Many, b: Many) -> Many:
     return where(_test(condition, lambda c: c != 0), a, b)
 
@@ -165,7 +172,7 @@ def power(base: Tensor, exponent: Tensor) -> Tensor:
     return result
 
 
-def _log(x: Tensor) -> Tensor:
+def logarithm(x: Tensor) -> Tensor:
     """csrc/core/hyper.h: logarithm."""
     root, total = x.sqrt().sqrt(), torch.zeros_like(x)
     s = (root - 1.0) / (root + 1.0)
@@ -174,7 +181,7 @@ def _log(x: Tensor) -> Tensor:
     return 8.0 * s * total
 
 
-def _exp(x: Tensor) -> Tensor:
+def exponential(x: Tensor) -> Tensor:
     """csrc/core/hyper.h: exponential."""
     y, less_one = x.clamp(min=-700.0) * 2.0**-10, torch.zeros_like(x)
     for n in range(10, 0, -1):
@@ -184,7 +191,7 @@ def _exp(x: Tensor) -> Tensor:
     return 1.0 + less_one
 
 
-_SCALAR_OPERATIONS = {"exp": _exp, "log": _log}
+_SCALAR_OPERATIONS = {"exp": exponential, "log": logarithm}
 
 
 def values_of(params: Sequence[Tensor], masters: Sequence[Tensor | None]) -> Many:

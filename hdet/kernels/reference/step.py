@@ -15,13 +15,17 @@ from torch import Tensor
 from ...rules import RULES, StepSettings
 from .. import numbers
 from ..checks import check_gradients, check_options, wide_dtype
+from ..ema import WeightAverage
 from ..interface import PLAIN, Column, StepOptions, StepTensors
 from ..tables import CALL_SETTINGS, GROUP_SETTINGS, SettingsTable, count_settings
 from .arithmetic import (
     Many,
     Number,
+    averaged,
     direction,
+    exponential,
     in_double,
+    logarithm,
     values_of,
     where,
 )
@@ -44,6 +48,23 @@ class Row(NamedTuple):
     step_size: list[Number]  # [replica]
     decay: Tensor  # [replica], wide
     cautious: bool
+
+
+def ema_row(average: WeightAverage, step: Tensor) -> tuple[Tensor, Tensor]:
+    """EmaRow of csrc/core/hyper.h in `step`'s type: the weight of what a step has made, and the
+    rest. `step`: of those that the average has seen, from 1; of any shape."""
+    since = step - average.begin
+    n = since.div(average.every, rounding_mode="floor")
+    if average.decay is None:
+        kept = exponential((average.power + 1.0) * logarithm((n - 1.0) / n))
+    else:
+        kept = torch.full_like(n, average.decay)
+        if average.warm_up:
+            warm = n / (n + 9.0)
+            kept = torch.where(warm < average.decay, warm, kept)
+    kept = torch.where(since % average.every != 0, 1.0, torch.where(n == 1, 0.0, kept))
+    kept = torch.where(since <= 0, 0.0, kept)
+    return 1.0 - kept, kept
 
 
 _SETTINGS = tuple(name for name in StepSettings._fields if name != "multipliers")
@@ -106,11 +127,10 @@ class TorchStepPlan:
             if members := [i for i in everyone if gradients[i] is not None]:
                 row = self._derive(group, settings[group], members, scale)
                 self._step_group(row, group, members, gradients, skip)
-        if given:
-            torch._foreach_add_(
-                [self.tensors.steps[i] for i, g in enumerate(gradients) if g is not None],
-                1 - self.skipped,
-            )
+        counters = list(zip(gradients, self.tensors.steps, strict=True))
+        counters += zip(gradients, self.tensors.ema_steps, strict=False)
+        if counted := [one for gradient, one in counters if gradient is not None]:
+            torch._foreach_add_(counted, 1 - self.skipped)
         if given and options.zero_gradients:
             torch._foreach_zero_(given)
 
@@ -195,6 +215,21 @@ class TorchStepPlan:
                         value, self._random(row.step[j], k, members[j], value) & 0xFFFF
                     )
                 numbers.store(value, param, master)
+            self._follow_over_time(members, k, values_of(params[k], masters[k]), skip)
+
+    def _follow_over_time(
+        self, members: list[int], k: int, params: Many, skip: Tensor | None
+    ) -> None:
+        """Averages over time take in what replica k has become."""
+        t = self.tensors
+        for average, sets in zip(t.averages, t.emas, strict=True):
+            step = torch.stack([t.ema_steps[i] for i in members]) + 1
+            weight, rest = ema_row(average, step.to(self.wide))
+            if skip is not None:
+                weight, rest = torch.where(skip, 0.0, weight), torch.where(skip, 1.0, rest)
+            old = Many([sets[k][i] for i in members])
+            new = averaged(old, params, _rounded(weight), _rounded(rest))
+            torch._foreach_copy_(old.tensors, new.tensors)
 
     @staticmethod
     def _decay(row: Row, k: int, p: Many, u: Many) -> Number:

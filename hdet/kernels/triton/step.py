@@ -15,6 +15,7 @@ from ...triton_kernels.step import StepVariant, update
 from ..interface import Column, StepTensors
 from ..numbers import CODE_BLOCK
 from ..step import TableStepPlan
+from ..tables import DTYPES
 from .launch import (
     DERIVED,
     TABLE_BLOCK,
@@ -54,6 +55,9 @@ class TritonStepPlan(TableStepPlan):
         )
         streams = self.addresses.view(self.count, -1)[:, :-1]  # not the counters
         self.aligned = not bool((streams % 16).any())
+        if self.emas is not None:
+            streams = self.emas.view(self.count, -1)[:, :-1]
+            self.aligned = self.aligned and not bool((streams % 16).any())
 
     def _point_to_chunks(self) -> None:
         """Chunks by format: each is one launch."""
@@ -73,10 +77,12 @@ class TritonStepPlan(TableStepPlan):
                 stochastic=t.stochastic is not None,
                 first=t.first_replica == 0,
                 block=block_for(self.chunks.longest),
+                emas=len(t.averages),
             )
             if variant.coded:  # whole blocks of codes
                 variant = replace(variant, block=max(variant.block, CODE_BLOCK))
-            self.launches.append((variant, (gradient, param, master, *moments), chunks))
+            emas = (DTYPES[torch.float32],) * variant.emas
+            self.launches.append((variant, (gradient, param, master, *moments, *emas), chunks))
 
     def _write_gradients(self, gradients: Column, changes: int) -> None:
         super()._write_gradients(gradients, changes)
@@ -131,6 +137,8 @@ class TritonStepPlan(TableStepPlan):
             count,
             t.num_groups,
             t.num_replicas,
+            *self._emas(self.ema_settings),
+            EMAS=len(t.averages),
             RULE=t.rule,
             COUPLED=RULES[t.rule].coupled,
             TENSORS=block,
@@ -138,10 +146,15 @@ class TritonStepPlan(TableStepPlan):
             num_warps=8,
         )
 
+    def _emas(self, *more: Tensor | None) -> tuple[Tensor, ...]:
+        """Their addresses and rows, with `more` between; of none any tables."""
+        tables = (self.emas, *more, self.ema_rows)
+        return tuple(self.addresses if table is None else table for table in tables)
+
     def _update(self, variant: StepVariant, chunks: Tensor) -> None:
         slices = slices_of(self.chunks.longest, coded=variant.coded)
         tables = (chunks, self.placed_gradients, self.addresses, self.numbers)
-        derived = (self.rows, self.replica_rows, self.control, self.random)
+        derived = (self.rows, self.replica_rows, self.control, self.random, *self._emas())
         self.memory.launch(
             update,
             len(chunks) * slices,
