@@ -107,6 +107,11 @@ class OneCycleAutoLR(OneCycleLR):
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"{type(optimizer).__name__} is not an Optimizer")
+        if "knobs" in settings:
+            raise TypeError(
+                "OneCycleAutoLR has one knob, the learning rate: for others, and for values that "
+                "you give, use hdet.Ensemble(optimizer, OneCycleLR(optimizer, ...), knobs=[...])"
+            )
         if is_schedule_free(optimizer):
             raise TypeError(
                 f"optimizer is a {type(optimizer).__name__}, whose rate takes no schedule: use "

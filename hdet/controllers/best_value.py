@@ -110,10 +110,12 @@ class BestValueController(NearPeak):
     def decide(self, evidence: Evidence) -> list[Decision]:
         nothing = [Decision()] * len(evidence.knobs)
         self.cycle = evidence.cycle + 1
-        is_near = all(self.look(evidence))
+        # The first cycle of a warm restart was planned far from the peak: replicas trained alike.
+        differs = any(len(set(row)) > 1 for row in evidence.multipliers)
+        counts = all(self.look(evidence)) and differs
         if self.corrections != list(evidence.corrections):  # also by a rollback or by hand
             self.window, self.corrections = [], list(evidence.corrections)
-        if not is_near or not any(loss is not None for loss in evidence.losses):
+        if not counts or not any(loss is not None for loss in evidence.losses):
             return nothing
         self.window.append([_points(row, evidence.losses) for row in evidence.multipliers])
         if len(self.window) < self.cycles:
@@ -123,8 +125,14 @@ class BestValueController(NearPeak):
             _better_half(window) if self.has_chosen else _best(window) if chooses else None
             for window, chooses in zip(windows, self._chooses, strict=True)
         ]
+        is_lost = [not self.has_chosen and chooses for chooses in self._chooses]
         self.has_chosen = True
-        return [self._decide(k, best, evidence) for k, best in enumerate(found)]
+        return [
+            Decision(note="stays: no value had finite losses in each cycle")
+            if best is None and lost
+            else self._decide(k, best, evidence)
+            for k, (best, lost) in enumerate(zip(found, is_lost, strict=True))
+        ]
 
     def _decide(self, k: int, best: float | None, evidence: Evidence) -> Decision:
         if best is None:

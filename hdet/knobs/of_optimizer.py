@@ -225,6 +225,11 @@ class Betas(_OfGroups):
         super().__post_init__()
         if not self.which or not all(i in (0, 1) for i in self.which):
             raise ValueError(f"which must list 0 (beta1) or 1 (beta2) or both, got {self.which!r}")
+        if self.values is not None and len(self.which) > 1:
+            raise ValueError(
+                f"values={self.values!r} are those of one beta: say which, such as which=[1] for "
+                "beta2, and give another Betas for the other"
+            )
 
     def _scale(self) -> Scale:
         return scale_of(self.bounds, "horizon")

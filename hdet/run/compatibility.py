@@ -299,7 +299,8 @@ def _wrong_moments(run: Setup) -> Iterator[str]:
 def choose_design(run: Setup) -> str:
     """The one that is used, and None's meaning."""
     knobs = len(run.knobs)
-    tells_apart = knobs > 1 and is_orthogonal_possible(run.replicas.count, knobs)
+    has_spreads = all(knob.grid.spread or not knob.grid.explores for knob in run.knobs)
+    tells_apart = knobs > 1 and has_spreads and is_orthogonal_possible(run.replicas.count, knobs)
     return run.design or ("orthogonal" if tells_apart else "permutation")
 
 

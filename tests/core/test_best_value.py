@@ -91,8 +91,8 @@ def test_a_value_with_a_loss_that_is_missing_never_wins(lost: float | None) -> N
     assert run.base == 0.5
     run = Made()
     for value in GIVEN.listed:  # each in another cycle
-        run.cycle(lambda tried: lost if tried == value else bowl(5.0)(tried))  # noqa: B023
-    assert run.base == 1.0
+        last = run.cycle(lambda tried: lost if tried == value else bowl(5.0)(tried))  # noqa: B023
+    assert run.base == 1.0 and "no value had finite losses" in last.notes[-1]
     run = Made()
     run.cycles(8, lambda value: lost)
     assert run.base == 1.0 and not run.controller.has_chosen
@@ -167,6 +167,19 @@ def test_only_cycles_near_the_peak_count_and_past_it_replicas_train_alike() -> N
     with pytest.warns(UserWarning, match="'BestValueController' has seen 4 cycles near it"):
         run.cycle(bowl(5.0), scheduled=[0.5], **high)
     assert run.controller.idle and not run.engine.explores and run.base == 0.5
+
+
+def test_replicas_that_train_alike_until_the_schedule_rises_again_say_nothing() -> None:
+    """CosineAnnealingWarmRestarts: a cycle begins far from the peak, and ends near it."""
+    run, high = Made(), {"peak": [1.0]}
+    run.cycle(bowl(5.0), scheduled=[1.0], **high)
+    with pytest.warns(UserWarning, match="has seen 4 cycles near it"):
+        run.cycle(bowl(5.0), scheduled=[0.5], **high)
+    for scheduled in (0.5, 1.0, 1.0, 1.0):
+        run.cycle(bowl(5.0), scheduled=[scheduled], **high)
+    assert len(run.controller.window) == 3 and not run.controller.has_chosen
+    run.cycle(bowl(5.0), scheduled=[1.0], **high)
+    assert run.base == 5.0
 
 
 @pytest.mark.parametrize("watched", range(1, 8))

@@ -88,6 +88,14 @@ def test_which_design_is_taken(knobs: int, count: int, asked: str | None, found:
         assert ensemble(Net(), several(knobs), **given)._engine.design == found
 
 
+@pytest.mark.parametrize("grid", [{"ratio": 2}, {"multipliers": [0.5, 1]}])
+def test_what_is_no_spread_is_tried_beside_other_knobs(grid: Any) -> None:
+    """The orthogonal design, which two knobs have else, would leave all replicas at 1."""
+    made = ensemble(Net(), [LearningRate(**grid), eps(0.3)], count=8, **LOCAL)._engine
+    assert made.design == "permutation"
+    assert all(len(set(row)) > 1 for row in made.multipliers())
+
+
 @pytest.mark.parametrize("max_lr", [0.0, -0.1, [0.1, -0.1]])
 def test_the_drop_in_refuses_a_peak_that_is_not_above_zero(max_lr: Any) -> None:
     """Else it would train uphill."""
@@ -96,6 +104,11 @@ def test_the_drop_in_refuses_a_peak_that_is_not_above_zero(max_lr: Any) -> None:
     with pytest.raises(ValueError, match="max_lr must be above 0"):
         hdet.OneCycleAutoLR(optimizer, max_lr, 10)
     assert [set(group) & {"max_lr"} for group in optimizer.param_groups] == [set()] * 2
+
+
+def test_the_drop_in_refuses_knobs() -> None:
+    with pytest.raises(TypeError, match=r"has one knob.* use hdet.Ensemble\(optimizer, OneCycleLR"):
+        hdet.OneCycleAutoLR(torch.optim.SGD(Net().parameters(), 0.1), 0.1, 10, knobs=[LOW])
 
 
 def test_the_drop_in_keeps_permutations() -> None:
@@ -125,6 +138,7 @@ def test_the_drop_in_keeps_permutations() -> None:
     (lambda: ClipNorm(ratio=1.0), r"ratio must be a number in \(1, inf\), got 1.0"),
     (lambda: LearningRate(0.2, ratio=5), "spread=0.2, ratio=5 are 2 grids of one knob"),
     (lambda: Betas(values=[0.9, 0.8], multipliers=[1, 2]), "are 2 grids of one knob"),
+    (lambda: Betas(values=[0.9, 0.8]), "values=.* are those of one beta: say which"),
     (lambda: WeightDecay(product=True, bounds=(0.0, 1.0)), "bounds is .* with product=True"),
     (lambda: Betas(which=[2]), "which must list 0"),
     (lambda: GroupValue("lr"), "use hdet.LearningRate"),
