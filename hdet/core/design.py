@@ -29,10 +29,14 @@ def table_of(
             [1.0 + knob.grid.spread * level for level in row]
             for knob, row in zip(knobs, levels, strict=True)
         ]
-    return [
-        list(map(knob.points(count).__getitem__, assignment(seed, cycle, knob.name, count)))
-        for knob in knobs
-    ]
+    # One set of numbers for a grid; values are multiples of each knob's own peak.
+    grids = {knob.grid if knob.grid.values is None else knob: knob.points(count) for knob in knobs}
+    table = []
+    for knob in knobs:
+        points = grids[knob] if knob in grids else grids[knob.grid]
+        places = assignment(seed, cycle, knob.name, count)
+        table.append(list(map(points.__getitem__, places)))
+    return table
 
 
 def is_orthogonal_possible(count: int, knobs: int) -> bool:

@@ -88,9 +88,20 @@ class FanOut:
         optimizer.add_param_group = _refuse_group
         # Nobody but the Ensemble holds this object, so that dropping it is enough.
         optimizer._hdet_fan_out = weakref.ref(self)
-        self._stop_checks = attach_hook(optimizer.register_step_post_hook, _check_not_bypassed)
+        self._stop_checks = attach_hook(optimizer.register_step_post_hook, self._check_step)
 
     # -- a step ------------------------------------------------------------------------------------
+
+    def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """One has ended. Raises RuntimeError if it came by another way than the wrapper."""
+        if self._passes or self._is_of_a_library():
+            return
+        raise RuntimeError(
+            f"this step went past the Ensemble that drives this {type(optimizer).__name__}: it was "
+            "done at base values, and no cycle would ever count it. Its `step` was looked up "
+            "(captured, compiled, or wrapped by a profiler or another library) before the Ensemble "
+            "was made: make the Ensemble first, or look optimizer.step up again after it"
+        )
 
     def step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``inner``, which is the optimizer's step, at this replica's values."""
@@ -269,21 +280,6 @@ class FanOut:
 
 def _do_nothing() -> None:
     pass
-
-
-def _check_not_bypassed(optimizer: Any, *_: Any) -> None:
-    """A step has ended.
-
-    Raises RuntimeError for one that came by another way than the wrapper.
-    """
-    driver: FanOut | None = optimizer._hdet_fan_out()
-    if driver is not None and not driver._passes and not driver._is_of_a_library():
-        raise RuntimeError(
-            f"this step went past the Ensemble that drives this {type(optimizer).__name__}: it was "
-            "done at base values, and no cycle would ever count it. Its `step` was looked up "
-            "(captured, compiled, or wrapped by a profiler or another library) before the Ensemble "
-            "was made: make the Ensemble first, or look optimizer.step up again after it"
-        )
 
 
 def _refuse_group(param_group: dict[str, Any]) -> None:

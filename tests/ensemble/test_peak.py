@@ -41,7 +41,7 @@ def test_a_peak_between_two_ends_of_cycles_has_passed_and_the_spread_rests(
     every: int, settings: dict[str, Any], decisions: int
 ) -> None:
     """So many cycles end above 90 % of it or in the warm-up, and none above 95 %."""
-    said = rf"schedule of lr .*'ProbeController'.* once in {every} steps.*hdet\.Sync"
+    said = rf"schedule of lr .*'ProbeController'.* which have {every} steps.*hdet\.Sync"
     with pytest.warns(UserWarning, match=said):
         under = run(every, **settings).steps()
     assert spread_in(under) == [cycle <= decisions for cycle in range(100 // every)]
