@@ -87,21 +87,11 @@ class FanOut:
         self._wrapper = optimizer.step = types.MethodType(step, optimizer)
         optimizer.add_param_group = _refuse_group
         # Nobody but the Ensemble holds this object, so that dropping it is enough.
-        optimizer._hdet_fan_out = weakref.ref(self)
-        self._stop_checks = attach_hook(optimizer.register_step_post_hook, self._check_step)
+        optimizer._hdet_fan_out = driver = weakref.ref(self)
+        check = functools.partial(_check_not_bypassed, driver)
+        self._stop_checks = attach_hook(optimizer.register_step_post_hook, check)
 
     # -- a step ------------------------------------------------------------------------------------
-
-    def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """One has ended. Raises RuntimeError if it came by another way than the wrapper."""
-        if self._passes or self._is_of_a_library():
-            return
-        raise RuntimeError(
-            f"this step went past the Ensemble that drives this {type(optimizer).__name__}: it was "
-            "done at base values, and no cycle would ever count it. Its `step` was looked up "
-            "(captured, compiled, or wrapped by a profiler or another library) before the Ensemble "
-            "was made: make the Ensemble first, or look optimizer.step up again after it"
-        )
 
     def step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``inner``, which is the optimizer's step, at this replica's values."""
@@ -280,6 +270,21 @@ class FanOut:
 
 def _do_nothing() -> None:
     pass
+
+
+def _check_not_bypassed(driver: Callable[[], FanOut | None], optimizer: Optimizer, *_: Any) -> None:
+    """A step has ended, of an optimizer or of what wraps it.
+
+    Raises RuntimeError for one that came by another way than the wrapper.
+    """
+    found = driver()
+    if found is not None and not found._passes and not found._is_of_a_library():
+        raise RuntimeError(
+            f"this step went past the Ensemble that drives this {type(optimizer).__name__}: it was "
+            "done at base values, and no cycle would ever count it. Its `step` was looked up "
+            "(captured, compiled, or wrapped by a profiler or another library) before the Ensemble "
+            "was made: make the Ensemble first, or look optimizer.step up again after it"
+        )
 
 
 def _refuse_group(param_group: dict[str, Any]) -> None:
