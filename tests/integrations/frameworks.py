@@ -168,8 +168,8 @@ def closures() -> Iterator[list[Any]]:
 
 def computed_again(adapter: Any, model: Any, closure: Any) -> tuple[Any, Any, torch.Tensor]:
     """(loss, the same without gradients, the clipped gradients) of a step's closure."""
-    loss = closure()
-    adapter.clip_gradients()
+    loss, search = closure(), adapter.ensembles[0].search
+    adapter.prepare_step(search and search.before_step)
     gradient = gradients(model)
     with torch.no_grad():
         return loss, closure(), gradient
