@@ -30,9 +30,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "python -m examples.bytes", None, __doc__, formatter_class=plain
     )
     add = parser.add_argument
-    add("--method", choices=["both", "auto", "probe", "softmax", "none", "fixed"], default="both",
+    add("--method", choices=["both", "auto", "probe", "softmax", "none", "fixed"],
         help="what moves the rate: AutoLR's search in the first steps, a probe of replicas that "
-             "differ, or (default) first one, then the other; fixed: plain training")  # fmt: skip
+             "differ (default with --coresident), or (else the default) first one, then the other; "
+             "fixed: plain training")  # fmt: skip
     add("--compare", action="store_true", help="train with the fixed schedule first")
     add("--out", type=Path, default=Path("runs/bytes"), help="folder (default: %(default)s)")
     add("--overwrite", action="store_true", help="replace the run that is there")
@@ -48,6 +49,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--data", help="folder of *.py, *.txt, *.md (default: this Python's library)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     options = parser.parse_args(arguments)
+    options.method = options.method or ("probe" if options.coresident else "both")
     if options.compare and (options.resume or options.method == "fixed"):
         parser.error("--compare trains two new runs, of which one is fixed")
     if options.coresident and int(os.environ.get("WORLD_SIZE", "1")) > 1:
