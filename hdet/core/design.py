@@ -29,11 +29,10 @@ def table_of(
             [1.0 + knob.grid.spread * level for level in row]
             for knob, row in zip(knobs, levels, strict=True)
         ]
-    # One set of numbers for a grid; values are multiples of each knob's own peak.
-    grids = {knob.grid if knob.grid.values is None else knob: knob.points(count) for knob in knobs}
-    table = []
+    table, kept = [], dict[tuple[float, ...], tuple[float, ...]]()
     for knob in knobs:
-        points = grids[knob] if knob in grids else grids[knob.grid]
+        points = tuple(knob.points(count))
+        points = kept.setdefault(points, points)  # knobs of one grid share its numbers
         places = assignment(seed, cycle, knob.name, count)
         table.append(list(map(points.__getitem__, places)))
     return table

@@ -100,7 +100,11 @@ class RuleContract:
 
     def reference(self, groups: list[dict[str, Any]]) -> Optimizer | None:
         """An optimizer of float64 parameters that ``update`` is; or another one."""
-        return None if self.update is None else Loop(groups, self.optimizer.rule, self.update)
+        return (
+            None
+            if self.update is None
+            else ReferenceOptimizer(groups, self.optimizer.rule, self.update)
+        )
 
     def test_each_backend_takes_the_steps_of_the_reference_in_float64(self, backend: str) -> None:
         ours = parameters(device=device_of(backend))
@@ -217,7 +221,7 @@ class RuleContract:
         return replicate(self.optimizer, self._groups(params), count, **options)
 
 
-class Loop(Optimizer):
+class ReferenceOptimizer(Optimizer):
     """One tensor after the other, with decoupled decay; ``update``: `Update`."""
 
     def __init__(self, params: Any, rule: str, update: Update, **settings: Any) -> None:

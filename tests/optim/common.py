@@ -21,7 +21,7 @@ from hdet import kernels
 from hdet import rules as facts
 from hdet.optim import FusedOptimizer
 from hdet.testing.rules import (
-    Loop,
+    ReferenceOptimizer,
     Update,
     parameters,
     replicate,
@@ -84,7 +84,7 @@ def ademamix(
 
 def _peer_of(rule: facts.Rule) -> Callable[..., Optimizer]:
     if rule.name in PEERS:
-        return partial(Loop, rule=rule.name, update=PEERS[rule.name])
+        return partial(ReferenceOptimizer, rule=rule.name, update=PEERS[rule.name])
     return getattr(torch.optim, rule.takes or f"there is no @peer {rule.name}")
 
 
