@@ -43,6 +43,8 @@ class CycleRecord(TypedDict):
     """By knob: slope over error."""
     multipliers: dict[str, list[float]]
     """By knob, then replica: those of the cycle."""
+    tried: dict[str, list[float]]
+    """By knob, then replica: what the multipliers made of the base value at the cycle's end."""
     losses: list[float | None]
     """By replica: mean training loss. None: there was none, or it was not finite."""
     probe: list[float | None] | None
@@ -77,8 +79,9 @@ class CycleRecord(TypedDict):
 def scalars(record: Mapping[str, Any], prefix: str = "hdet/") -> dict[str, float]:
     """The numbers of a `CycleRecord`, by its own keys: ``hdet/values/lr``,
     ``hdet/losses/0`` (replica 0), ``hdet/converge_ms``. ``left_out`` is how many replicas were.
-    Of a trial: its rate, suggestion and ends. What is None or text is missing, and ``record``."""
-    shown = {key: value for key, value in record.items() if key not in ("record", "step")}
+    Of a trial: its rate, suggestion and ends. What is None or text is missing, and ``record`` and
+    ``tried``."""
+    shown = {key: value for key, value in record.items() if key not in ("record", "step", "tried")}
     if "left_out" in shown:
         shown["left_out"] = len(shown["left_out"])
     if shown.get("trial"):

@@ -148,13 +148,18 @@ def make_page(runs: Sequence[RecordedRun]) -> str:
 
 def _found(run: RecordedRun, name: str) -> str:
     """What became of its learning rate: a sentence, and what the terminal says of the trial."""
-    first, *more = run.findings[-1] if run.findings else ["nothing has moved"]
-    if run.last_cycle is not None and run.moves and not run.findings:
-        ends = [f"{key} at {c:.3g} times" for key, c in run.last_cycle["corrections"].items()]
-        first = f"{printable(', '.join(ends))} its schedule, by {len(run.moves)} moves up to step "
-        first += f"{run.moves[-1]:.0f}"
-    lines = "<br>\n".join(map(escape, more))
-    return f'<p class="found">{escape(name + first[:1].upper() + first[1:])}</p>\n<p>{lines}</p>'
+    first, *more = run.findings[-1] if run.findings else [_moves(run)]
+    lines = f"\n<p>{'<br>'.join(map(escape, more))}</p>" if more else ""
+    return f'<p class="found">{escape(name + first[:1].upper() + first[1:])}</p>{lines}'
+
+
+def _moves(run: RecordedRun) -> str:
+    """Of a run without a search."""
+    if not run.moves or run.last_cycle is None:
+        return "nothing has moved"
+    ends = [f"{key} {c:.3g} times" for key, c in run.last_cycle["corrections"].items()]
+    moves = f"{len(run.moves)} moves, the last one before step {run.moves[-1]:.0f}"
+    return printable(f"{moves}; at the end {', '.join(ends)} the schedule's own")
 
 
 def _details(run: RecordedRun) -> str:

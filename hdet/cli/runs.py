@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hdet.logging import CycleRecord, read_records
+from hdet.trial.budget import Budget
 from hdet.trial.rule import RateInterval
 
 HISTORY = "history.jsonl"
@@ -84,25 +85,22 @@ class RecordedRun:
         if "lr" in record["values"]:
             self.cycle_rates.append((step, _number(record["values"]["lr"])))
             self.schedule.append((step, _number(record["scheduled"]["lr"])))
-        before = {} if last is None else last["corrections"]
-        for name, row in record["multipliers"].items():
-            if len(set(row)) > 1:
-                moved = _number(record["corrections"][name]) / _number(before.get(name, 1.0))
-                base = _number(record["values"][name]) / moved  # what the cycle has tried
-                values = [base * _number(rho) for rho in row]
-                pairs = list(zip(values, losses, strict=True))
+        for name, row in record["tried"].items():
+            if len(set(row)) > 1 and finite:
+                pairs = list(zip(map(_number, row), losses, strict=True))
                 self.explored.setdefault(printable(name), []).append((step, pairs))
         # A note that every cycle has again is said once.
         known = [] if last is None else last["notes"]
         new = [str(note) for note in record["notes"] if note not in known]
-        moves = list(self._list_moves(record, before))
+        moves = list(self._list_moves(record, {} if last is None else last["corrections"]))
         if record["trial"] is not None:
             interval = RateInterval.from_dict(record["trial"])
             self.trials.append((step, interval))
             self.trial_cost = _number(record["trial_steps"]) / interval.total_steps
-            spent = f"{record['trial_steps']:.0f} steps ({100 * self.trial_cost:.1f} % of the run)"
-            spent += f", {record['trial_ms'] / 1e3:.1f} s" if record["trial_ms"] else ""
-            lines = [*str(interval).splitlines(), f"cost: {spent}"]
+            lines = str(interval).splitlines()
+            if steps := _number(record["trial_steps"]):
+                spent = Budget(None, interval.total_steps).cost(steps)
+                lines.append(f"cost: {spent}, {_number(record['trial_ms']) / 1e3:.1f} s")
             self.findings.append([printable(line) for line in lines])
             # which say the move, and the note about it
             moves, new = [], [note for note in new if not note.startswith("learning rate ")]

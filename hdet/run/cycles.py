@@ -229,6 +229,7 @@ class Cycles:
         self.notes += verdict.notes
         self._average(verdict, are_equal=compare and stats.are_alike)
         averaged = self._now()
+        bases = self.schedule.base_values()  # in this cycle's last step
         if verdict.roll_back:
             lower = self._divergence.lower  # rates, in the place of a decision
             self.notes.append(f"cycle rolled back; base values multiplied by {lower:g}")
@@ -248,6 +249,10 @@ class Cycles:
             errors=by_knob([decision.error for decision in decisions]),
             t=by_knob([decision.t for decision in decisions]),
             multipliers=by_knob(outcome.multipliers), losses=stats.losses,
+            tried=by_knob([
+                [knob.scale.fanned(base, rho) for rho in row]
+                for knob, base, row in zip(schedule.knobs, bases, outcome.multipliers, strict=True)
+            ]),
             probe=None if probe is None else [_finite_mean(row) for row in probe],
             left_out=outcome.left_out, rolled_back=outcome.rolled_back, rollbacks=engine.rollbacks,
             diverged_total=engine.diverged_total, probe_ms=1e3 * (probed - started),

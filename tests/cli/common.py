@@ -24,7 +24,7 @@ def cycle(step: int, correction: float = 1.0, **changes: Any) -> dict[str, Any]:
         "event": "cycle", "step": step, "values": {"lr": 0.1 * correction},
         "scheduled": {"lr": 0.1}, "corrections": {"lr": correction}, "losses": [5.0, None],
         "probe_ms": 2.0, "converge_ms": 1.0, "notes": [], "trial": None, "trial_steps": 140.0,
-        "trial_ms": 1500.0, "multipliers": {"lr": [0.9, 1.1]},
+        "trial_ms": 1500.0, "tried": {"lr": [0.09, 0.11]},
         **changes,
     }  # fmt: skip
 

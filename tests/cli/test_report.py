@@ -53,11 +53,15 @@ def test_a_picture(tmp_path: Path) -> None:
         assert picture.read_bytes().startswith(start)
 
 
-def test_replicas_values_are_those_that_a_cycle_has_tried(tmp_path: Path) -> None:
-    """A record has the base value of the next one, which a decision may have moved far."""
-    [run] = find_runs([write_run(tmp_path / "run", cycle(50, 1.0), cycle(100, 50.0))])
-    tried = [[value for value, _ in pairs] for _, pairs in run.explored["lr"]]
-    assert tried == [pytest.approx([0.09, 0.11])] * 2
+def test_replicas_values_are_shown_beside_their_losses(tmp_path: Path) -> None:
+    """Of cycles in which they differed and which have a loss."""
+    alike, lost = cycle(150, tried={"lr": [0.1, 0.1]}), cycle(200, losses=[None, None])
+    free = cycle(250, trial=INTERVAL.to_dict(), trial_steps=0.0)
+    [run] = find_runs([write_run(tmp_path / "run", cycle(50), alike, lost, free)])
+    assert [step for step, _ in run.explored["lr"]] == [50, 250]
+    [(value, loss), (other, no_loss)] = run.explored["lr"][0][1]
+    assert (value, loss, other) == (0.09, 5.0, 0.11) and math.isnan(no_loss)
+    assert not any("cost" in line for lines in run.findings for line in lines), "there was none"
 
 
 def test_losses_and_rates_of_cycles_stand_in_for_train_records(tmp_path: Path) -> None:

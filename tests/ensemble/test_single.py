@@ -199,9 +199,9 @@ def test_a_record_is_plain_json_and_the_last_step_ends_a_cycle() -> None:
     assert record["event"] == "cycle" and record["cycle"] == 2 and record["step"] == 12
     assert set(record) == {
         "event", "cycle", "step", "values", "scheduled", "corrections", "slopes", "errors", "t",
-        "multipliers", "losses", "probe", "left_out", "rolled_back", "rollbacks", "diverged_total",
-        "converge_ms", "probe_ms", "notes", "record", "trial", "trial_steps", "trial_ms",
-        "searching",
+        "multipliers", "tried", "losses", "probe", "left_out", "rolled_back", "rollbacks",
+        "diverged_total", "converge_ms", "probe_ms", "notes", "record", "trial", "trial_steps",
+        "trial_ms", "searching",
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import hdet
 from hdet import Temperature, WeightDecay
 from hdet.knobs import of_model, of_optimizer
 
-from .helpers import Net, backward, ensemble, given
+from .helpers import Given, Net, backward, ensemble, given
 from .table import DIVERGE, KNOBS, REDUCED, SCORED, VALID, knob_of, probe_of, title
 
 each = pytest.mark.parametrize("name", KNOBS)
@@ -50,6 +50,20 @@ def test_a_replicas_value_is_there_where_the_knob_acts_and_only_there(name: str)
     with run.explore():
         assert read() == (info.base if info.acts == "step" else info.used)
         assert run.values()[title(name)] == info.base
+
+
+@each
+def test_a_record_says_what_replicas_had_before_the_decision(name: str) -> None:
+    net, knob, settings = knob_of(name)
+    controller = Given(factors=[1.5], multipliers=(1.25,))
+    run = ensemble(net, [knob], controller=controller, every=1, **settings)
+    with run.explore():
+        loss = backward(net)
+    run.optimizer.step()
+    run.step(loss)
+    [record] = run.history
+    assert record["tried"] == {title(name): [pytest.approx(KNOBS[name].used, rel=1e-12)] * 8}
+    assert record["corrections"][title(name)] != 1
 
 
 @each
