@@ -297,7 +297,7 @@ def test_the_change_of_the_readme_is_one_of_the_tutorials_loop(tmp_path: Path) -
     for line in printed.splitlines():
         line = without_seconds.sub(",", line)
         said = [float(x) for x in number.findall(line)]
-        assert found[tuple(number.split(line))] == pytest.approx(said, rel=0.05, abs=0.02), line
+        assert found[tuple(number.split(line))] == pytest.approx(said, rel=0.1), line
     held_out = float(number.findall(ran.stdout.splitlines()[-1])[0])
     said = [float(x) for x in re.findall(r"held-out loss is (\S+), without", readme)]
     assert [held_out] == pytest.approx(said, abs=0.02)
