@@ -46,9 +46,12 @@ def peer_of(average: WeightAverage, model: Any) -> AveragedModel:
     return AveragedModel(model.double(), avg_fn=move)
 
 
+REST = [pytest.param(rule, marks=pytest.mark.slow) for rule in RULES[1:]]
+
+
 @each_backend
 @pytest.mark.parametrize("kind", AVERAGES)
-@pytest.mark.parametrize("rule", [*RULES, MUON], ids=names)
+@pytest.mark.parametrize("rule", [RULES[0], *REST, MUON], ids=names)
 def test_it_is_what_swa_utils_gives(rule: Rule, kind: str, backend: str) -> None:
     """In float64, of the same weights."""
     average, params = AVERAGES[kind], parameters()

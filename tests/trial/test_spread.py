@@ -7,6 +7,7 @@ from collections.abc import Callable, Container
 from contextlib import suppress
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
@@ -129,6 +130,7 @@ def test_replicas_train_arms_of_their_own_by_default_where_nothing_communicates(
     assert one[1] <= 5 + 3 * (STEPS - 1) + 2 * SCORES
 
 
+@pytest.mark.slow
 def test_arms_stay_beside_each_other_where_a_closure_communicates() -> None:
     """With the same result as if that was asked for."""
     case = {"change": all_reduced}
@@ -136,6 +138,7 @@ def test_arms_stay_beside_each_other_where_a_closure_communicates() -> None:
         assert default[:2] == asked[:2] and default[0]["trial"]["smaller_batch"] == 1.0
 
 
+@pytest.mark.slow
 def test_whatever_communicates_is_noticed_in_the_first_step() -> None:
     """Then a step computes the loop's losses and those of five arms, else of three; both ranks
     compute them as often."""
