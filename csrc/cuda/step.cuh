@@ -384,17 +384,17 @@ HDET_DEVICE bool without_gradient(const StepPlan& plan, const Chunk& chunk) {
 
 template <class Rule, bool kMany, Known kKnown, bool kEmas>
 constexpr int blocks_per_multiprocessor() {
-  if (kKnown == Known::none || kMany) return 4;
-  if (kEmas) return Rule::kMoments > 2 ? 4 : 5;
-  if (Rule::kMoments > 2) return kKnown == Known::halves ? 5 : 4;
-  if (kKnown != Known::floats) return 5;
-  // 768 threads have 96 KiB in flight. With more blocks than these ptxas spills, on sm_100 with 6
-  // already. For it SGD takes more than it needs.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-  return 5;
+  constexpr bool kBlackwell = true;
 #else
-  return Rule::kMayLackMoments ? 5 : 6;
+  constexpr bool kBlackwell = false;
 #endif
+  // 768 threads have 96 KiB in flight. With more blocks than these ptxas spills.
+  if (kKnown == Known::none || kMany) return 4;
+  if (kEmas) return Rule::kMoments > 2 || (kBlackwell && kKnown == Known::split) ? 4 : 5;
+  if (Rule::kMoments > 2) return kKnown == Known::halves ? 5 : 4;
+  if (kKnown != Known::floats || kBlackwell) return 5;
+  return Rule::kMayLackMoments ? 5 : 6;  // for 6 SGD takes more registers than it needs
 }
 
 template <class Rule, bool kMany, Known kKnown, bool kEmas>
