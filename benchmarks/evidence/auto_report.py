@@ -21,7 +21,6 @@ from . import (
     outer,
     paper,
     ranks,
-    schedule_free,
     scoreboard,
     seconds,
     several,
@@ -34,8 +33,7 @@ from .workloads import CHANGING, FIELDS, FROM_ZERO, MISLEADING, NOT_TO_ZERO, TES
 PAGES = ("docs/evidence/autolr.md", "docs/evidence/replicas.md", "docs/results.md")
 OTHERS: dict[str, Any] = {
     "First tries": first_tries, "More ranks": ranks, "Time": seconds, "Scoreboard": scoreboard,
-    "Schedule-free": schedule_free, "Horizon": horizon, "Paper": paper, "Outer step": outer,
-    "Several knobs": several,
+    "Horizon": horizon, "Paper": paper, "Outer step": outer, "Several knobs": several,
 }  # fmt: skip
 OTHER = (1500, 30_000, 100_000)
 """Lengths of which the same trials say something, too."""
