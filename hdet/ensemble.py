@@ -221,7 +221,6 @@ class Ensemble:
         with self._guard("agreement"):
             self._agreement.check()
         self._cycles.parameters.moments.check()
-        self._cycles.check_phase()
         warn_of_unknown_period(self._engine)
         if self._lost_state:  # unless the Ensemble's state was loaded meanwhile
             warn_of_lost_state(self._lost_state)

@@ -110,6 +110,8 @@ class Cycles:
     def begin_steps(self) -> None:
         """Before the first optimizer step after an average."""
         self._agreement.look()
+        if self._phase is not None:
+            self._phase.check()
         self.parameters.on_cycle_start(self.engine.may_part)
         if self.search is not None:
             self.search.before_first_step()
@@ -138,11 +140,6 @@ class Cycles:
         """Nor by a closure, which computes the losses of other weights than the run's."""
         if self.search is not None:
             self.search.in_place.check(f"ensemble.{name}()")
-
-    def check_phase(self) -> None:
-        """Raises ValueError where nobody averages the gradients that are to be shared."""
-        if self._phase is not None:
-            self._phase.check()
 
     # -- in sync -----------------------------------------------------------------------------------
 

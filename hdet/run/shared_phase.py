@@ -20,18 +20,21 @@ class SharedPhase:
     def __init__(self, run: Setup) -> None:
         self._trained, self._ranks = run.trained, [ranks[0] for ranks in run.replicas.ranks]
         self._is_used, self._shares = run.replicas.count > 1, True
+        self._is_checked = False
 
     def let_share(self, shares: bool) -> None:
         """From the next backward pass on."""
         if self._is_used and shares != self._shares:
-            self._shares = shares
+            self._shares, self._is_checked = shares, False
             for model in ddp_models(self._trained):
                 model.require_backward_grad_sync = shares
 
     def check(self) -> None:
-        """Raises ValueError if nothing averages the gradients, or goes on with it."""
-        if not self._is_used:
+        """Before the first step, and the first after a change. Raises ValueError if nothing
+        averages the gradients, or goes on with it."""
+        if not self._is_used or self._is_checked:
             return
+        self._is_checked = True
         models, own = ddp_models(self._trained), {id(p) for p in self._trained}
         groups = [dist.get_process_group_ranks(model.process_group) for model in models]
         held = {id(p) for model in models for p in model.parameters()}
@@ -42,8 +45,9 @@ class SharedPhase:
             )
         if any(model.require_backward_grad_sync != self._shares for model in models):
             raise ValueError(
-                "the model's DistributedDataParallel was made after the state was loaded, and "
-                "averages gradients that are local by now: make it before"
+                f"the model's DistributedDataParallel averages gradients: {not self._shares}; by "
+                f"Sync(begin=...) it is to be {self._shares} now: leave no_sync() out, and make it "
+                "before a state is loaded"
             )
 
     def end(self) -> None:
