@@ -72,8 +72,8 @@ class Ensemble:
     Keep it for as long as the run lasts: one that is dropped is closed. Between steps param_groups,
     and whatever else a knob moves, hold base values, the same on all ranks. Only the first step,
     the end of a cycle and a trial communicate.
-    Replicas that cannot differ and are bitwise equal are not touched: spread 0 is bitwise
-    data-parallel training.
+    Replicas that cannot differ and are bitwise equal are not touched, but by an outer step: spread
+    0 is bitwise data-parallel training.
 
     Example::
 

@@ -160,7 +160,7 @@ def wrong_settings(run: Setup) -> Iterator[str]:
         yield (
             f"ranks {brief(replicas.ranks[0])} are one replica, by what they share, so there is "
             "nothing to explore with. Start more ranks, share less (tp, cp, pp, ep, shards), or "
-            "use search=hdet.AutoLR(model), which needs one replica only"
+            "explore nothing: search=hdet.AutoLR(model), or knobs=[hdet.LearningRate(spread=0)]"
         )
     if run.search is not None and is_coresident:
         yield (

@@ -66,6 +66,7 @@ class Cycles:
         self.losses = [LossMeter(parameters.device) for _ in run.replicas.local]
         """[local replica]: since the running cycle began."""
         self._is_local, self._times_device = run.is_local, run.log is not None
+        self._moves_equal = run.sync.converge.moves_equal
         self.notes: list[str] = []
         """For the next record."""
         self.trial = _NO_TRIAL
@@ -144,10 +145,10 @@ class Cycles:
         """Was a step of the running cycle taken?"""
         return self.engine.position > 0 or self.fan_out.stepped
 
-    def note_average(self) -> None:
+    def note_average(self, has_written: bool = True) -> None:
         """Replicas are equal. Buffers may differ after the next step even without a spread, each
-        having seen its own data."""
-        self.fan_out.note_average()
+        having seen its own data. ``has_written``: or were they equal before?"""
+        self.fan_out.note_average(has_written)
         has_buffers = len(self.parameters.tensors.buffers) > 0
         # At a cycle's end the engine is at the next one, which may be of another kind.
         stays = self.parameters.average.idle and not self._can_replicas_part() and not has_buffers
@@ -180,10 +181,11 @@ class Cycles:
             if not finite:
                 raise self._all_diverged("no replica has finite parameters left")
             is_plain = self.parameters.average.idle and not self.parameters.moments.are_averaged
-            if not (is_plain and stats.are_alike):
+            is_done = is_plain and stats.are_alike
+            if not is_done:
                 with self._guard("average"):
                     self.parameters.complete(finite)
-            self.note_average()
+            self.note_average(has_written=not is_done)
             for r in set(range(self.replicas.count)) - set(finite):
                 note = f"replica {r} left out of the average: parameters not finite"
                 warn(f"converge: {note}")
@@ -299,7 +301,7 @@ class Cycles:
             elif not verdict.healthy:
                 raise self._all_diverged("no replica has finite parameters left")
             # N times x / N is not always x in floating point, and spread 0 is to be DDP bitwise.
-            elif not (are_equal and self.parameters.average.idle):
+            elif self._moves_equal or not (are_equal and self.parameters.average.idle):
                 self.notes += self.parameters.end_cycle(verdict.healthy)
 
     def _decide(

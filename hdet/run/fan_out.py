@@ -212,9 +212,9 @@ class FanOut:
                     row[index] = knob.acting(multiplier, i)
         self.optimizer.multipliers[:] = table  # type: ignore[attr-defined]
 
-    def note_average(self) -> None:
-        """Replicas have been averaged: they are equal until the next step."""
-        self.moved, self._is_first_step = False, True
+    def note_average(self, has_written: bool) -> None:
+        """Replicas are equal until the next step, because they have been averaged, or were."""
+        self.moved, self._is_first_step = False, self._is_first_step or has_written
 
     def note_load(self) -> None:
         """Parameters may have been loaded: nothing is known of them, and earlier steps do not

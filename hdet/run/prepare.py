@@ -38,7 +38,7 @@ def prepare(given: Setup) -> Setup:
     decides = run.moves_values or divergence.rollback is not None
     refuse(wrong_sharding(optimizer, tensors, replicas, sync.gradients, decides=decides))
     replicas = Replicas.default() if replicas is None else replicas
-    if replicas.count > 1:
+    if replicas.count > 1 or sync.converge.moves_equal:
         rules.check_averaged(tensors)
     run = replace(run, tensors=tensors, replicas=replicas, knobs=bind_all(knobs, optimizer))
     refuse(rules.wrong_settings(run))
@@ -66,7 +66,7 @@ def _with_engine(run: Setup) -> Setup:
     )
     engine.step = max(0, int(run.schedule.step or 0))
     floors = [knob.floor() for knob in run.knobs]
-    facts = Run(clock, engine.knobs, count, floors, run.is_local, searches)
+    facts = Run(clock, engine.knobs, count, floors, run.is_local, searches, run.seed)
     for one in (run.search, run.controller):
         if one is not None:
             one.start(facts)

@@ -34,7 +34,7 @@ class ReplicaParameters:
         self.masters = [masters_of(run.optimizer, run.tensors, slot) for slot in slots]
         task = Task(
             run.tensors, run.replicas, run.optimizer, self.masters[0], run.sync.bucket_bytes,
-            run.sync.gradients,
+            run.sync.gradients, run.can_explore,
         )  # fmt: skip
         self.moments = Moments(run.sync.moments, run.optimizer, run.replicas, run.sync.bucket_bytes)
         kept_on = run.divergence.rollback
