@@ -71,7 +71,7 @@ def _with_engine(run: Setup) -> Setup:
     )
     engine.step = max(0, int(run.schedule.step or 0))
     floors = [knob.floor() for knob in run.knobs]
-    facts = Run(clock, engine.knobs, count, floors, run.is_local, searches)
+    facts = Run(clock, engine.knobs, count, floors, run.is_local, searches, run.seed)
     for one in (run.search, run.controller):
         if one is not None:
             one.start(facts)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..core.validate import warn
 from ..optim.schedule_free import COUNTED
 from ..replicas.agreement import compare, digest
 from ..tensors.dtensor import local_parts
+from ..trial.auto import AutoLR
 from .mistakes import refuse_join
 from .setup import Setup
 
@@ -36,6 +38,7 @@ _OF_FUSED = (
     "cautious_decay",
 )  # fmt: skip
 """Settings that hdet's optimizers do not keep in their groups."""
+_NUMBER_OR_TEXT = (int, float, str, type(None))
 
 
 class Agreement:
@@ -144,17 +147,18 @@ class Agreement:
         }
 
     def _of_search(self) -> dict[str, Any] | None:
-        """Its settings, and of functions and objects whether they are given."""
+        """Its arguments, but of functions and objects whether they are given."""
         search = self._run.search
         if search is None:
             return None
-        settings = ("budget", "place", "spread_arms", "report_only", "total_steps")
-        given = {"before_step": search.before_step, "scaler": search.scaler_in_use,
-                 "val_batches": search.best_weights}  # fmt: skip
+        given = {name: getattr(search, name) for name in signature(AutoLR).parameters}
+        given["scaler"] = search.scaler_in_use
+        del given["on_restart"]  # averages of weights may be kept by one rank alone
         return {
+            name: value if isinstance(value, _NUMBER_OR_TEXT) else "given"
+            for name, value in given.items()
+        } | {
             "name": search.name,
-            **{name: getattr(search, name) for name in settings},
-            **{name: None if value is None else "given" for name, value in given.items()},
             "is_searching": self._run.engine.is_searching,
             "what it has measured": search.state_dict(),
         }
@@ -231,7 +235,7 @@ def _plain(value: Any) -> Any:
     hold an address. Of a controller the settings, and those of controllers in it: what it keeps for
     itself may depend on the step, which scalers skip rank by rank."""
     if isinstance(value, Controller):
-        kinds = (int, float, str, tuple, type(None))
+        kinds = (*_NUMBER_OR_TEXT, tuple)
         own = {
             name: held
             for name, held in vars(value).items()
@@ -251,4 +255,4 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, torch.dtype):
         return str(value)
-    return value if isinstance(value, (bool, int, float, str, type(None))) else _kind(value)
+    return value if isinstance(value, _NUMBER_OR_TEXT) else _kind(value)
