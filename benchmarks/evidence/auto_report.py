@@ -20,6 +20,7 @@ from . import (
     horizon,
     outer,
     paper,
+    quality,
     ranks,
     scoreboard,
     seconds,
@@ -32,6 +33,7 @@ from .workloads import CHANGING, FIELDS, FROM_ZERO, MISLEADING, NOT_TO_ZERO, TES
 
 PAGES = ("docs/evidence/autolr.md", "docs/evidence/replicas.md", "docs/results.md")
 OTHERS: dict[str, Any] = {
+    "Main job": quality,
     "First tries": first_tries, "More ranks": ranks, "Time": seconds, "Scoreboard": scoreboard,
     "Horizon": horizon, "Paper": paper, "Outer step": outer, "Several knobs": several,
 }  # fmt: skip

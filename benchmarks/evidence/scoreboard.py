@@ -32,18 +32,7 @@ from .experiment import Column, Experiment, Record, Task
 from .peers import prodigy
 from .peers import schedule_free as free_of_schedule
 from .problems import Problem
-from .training import (
-    RISE,
-    SCHEDULES,
-    Build,
-    Parts,
-    Plain,
-    scheduled,
-    search_of,
-    train,
-    untrained,
-    with_ensemble,
-)
+from .training import SCHEDULES, Build, Parts, Plain, scheduled, train, untrained, with_ensemble
 from .workloads import WORKLOADS
 
 CHEAP = ("mlp-clusters", "mlp-word-tags", "mlp-friedman", "poisson-counts")
@@ -51,8 +40,8 @@ CHEAP = ("mlp-clusters", "mlp-word-tags", "mlp-friedman", "poisson-counts")
 STARTS = (-6, -3, 0, 3, 6)
 DEFAULT = 1e-3
 """torch's AdamW"""
-FREE = 2.5e-3
-"""schedulefree's"""
+FREE, RISE = 2.5e-3, 0.05
+"""schedulefree's rate, and the part of a run in which it rises, as those of schedules do."""
 CALIBRATED = 2e-3
 """NadamW's: of the fixed rates of AdamW that have been run for 10 000 steps on cnn-digits,
 recommender-clicks, gru-bytes and mlp-friedman, the one that is never more than 0.8 % behind the
@@ -70,9 +59,7 @@ def of_groups(kind: Callable[..., Optimizer], rate: float, **settings: Any) -> M
 
 def muon(problem: Problem, model: nn.Module, start: float) -> Optimizer:
     """Matrices by Muon, the rest by AdamW, both at the rate of AdamW."""
-    trained = [
-        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
-    ]
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     rate = DEFAULT * start
     return hdet.FusedMuon(trained, lr=rate, adamw_lr=rate, adjust_lr_fn="match_rms_adamw")
 
@@ -145,13 +132,13 @@ def auto_schedule_free(problem: Problem, model: nn.Module, start: float, seed: i
     return replace(parts, final=final)
 
 
-def averaged(level: str, problem: Problem, model: nn.Module, start: float, seed: int) -> Parts:
+def averaged(steers: bool, problem: Problem, model: nn.Module, start: float, seed: int) -> Parts:
     """AdamW at a constant rate after 5 % of warm-up; the average over the last tenth of the steps
     is evaluated."""
     decay = 1 - 10 / problem.steps
     optimizer = hdet.FusedAdamW(problem.groups(model), lr=DEFAULT * start, ema=decay)
     scheduler = SCHEDULES["constant"](optimizer, problem.steps)
-    search = search_of(level, model)
+    search = hdet.AutoLR(model) if steers else None
     parts, _ = with_ensemble(problem, model, optimizer, scheduler, search, seed)
 
     def final() -> nn.Module:
@@ -173,7 +160,7 @@ def best_guess(problem: Problem, model: nn.Module, start: float, seed: int) -> P
             break
         start = top.rate / DEFAULT
     rate = found.best or found.suggestion
-    return averaged("fixed", problem, model, rate / DEFAULT, seed)
+    return averaged(False, problem, model, rate / DEFAULT, seed)
 
 
 nadamw = of_groups(torch.optim.NAdam, CALIBRATED, decoupled_weight_decay=True)
@@ -186,12 +173,12 @@ ENTRIES: dict[str, Build] = {
         problem, model, FREE * start, seed, betas=(0.9, 0.999), warmup=RISE
     ),
     "prodigy": lambda problem, model, start, seed: prodigy(problem, model, 1.0, seed),
-    "ema": partial(averaged, "fixed"),
+    "ema": partial(averaged, False),
     "autolr": partial(auto, of_groups(hdet.FusedAdamW, DEFAULT)),
     "autolr-nadamw": partial(auto, nadamw),
     "autolr-muon": partial(auto, muon),
     "autolr-schedule-free": auto_schedule_free,
-    "autolr-ema": partial(averaged, "trial"),
+    "autolr-ema": partial(averaged, True),
     "best-guess-ema": best_guess,
 }
 WITHOUT_START = ("lr-find", "prodigy")
