@@ -34,7 +34,7 @@ from .workloads import CHANGING, FIELDS, FROM_ZERO, MISLEADING, NOT_TO_ZERO, TES
 PAGES = ("docs/evidence/autolr.md", "docs/evidence/replicas.md", "docs/results.md")
 OTHERS: dict[str, Any] = {
     "Main job": quality,
-    "First tries": first_tries, "More ranks": ranks, "Time": seconds, "Scoreboard": scoreboard,
+    "First tries": first_tries, "More ranks": ranks, "Time": seconds,
     "Horizon": horizon, "Paper": paper, "Outer step": outer, "Several knobs": several,
 }  # fmt: skip
 OTHER = (1500, 30_000, 100_000)
@@ -196,6 +196,10 @@ def report() -> dict[str, str]:
         **{
             name: module.EXPERIMENT.table(module.EXPERIMENT.read())
             for name, module in OTHERS.items()
+        },
+        **{
+            f"Scoreboard: {spaced(steps)} steps": scoreboard.table(lot)
+            for steps, lot in grouped(scoreboard.EXPERIMENT.read(), "steps").items()
         },
         **{
             f"Other methods: {problem}": found

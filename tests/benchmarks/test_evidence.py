@@ -76,7 +76,7 @@ COMMANDS: dict[str, tuple[Any, list[str], list[str]]] = {
         ["| workload | start | seed | probe | probe's correction |", f"| {SMALL} | 2^0 | 0 | 0."]),
     "several": (several.EXPERIMENT.main, [], [f"| {SMALL} | 0 | hdet |", "lr 0.001, beta2 0."]),
     "scoreboard": (scoreboard.EXPERIMENT.main, [],
-        ["| workload | adamw | autolr |", "| *mean* | "]),
+        ["| workload | adamw | autolr |", "| mlp-clusters | "]),
     "horizon": (horizon.EXPERIMENT.main, ["--exponents", "0", "--intervals", "0.2", "0.5"],
         ["| cycle | cnn-digits: averaged | cnn-digits: last |", "| 50 % of the run |"]),
 }  # fmt: skip
