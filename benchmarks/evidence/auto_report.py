@@ -33,8 +33,7 @@ from .workloads import CHANGING, FIELDS, FROM_ZERO, MISLEADING, NOT_TO_ZERO, TES
 
 PAGES = ("docs/evidence/autolr.md", "docs/evidence/replicas.md", "docs/results.md")
 OTHERS: dict[str, Any] = {
-    "Main job": quality,
-    "First tries": first_tries, "More ranks": ranks, "Time": seconds,
+    "Main job": quality, "First tries": first_tries, "More ranks": ranks, "Time": seconds,
     "Horizon": horizon, "Paper": paper, "Outer step": outer, "Several knobs": several,
 }  # fmt: skip
 OTHER = (1500, 30_000, 100_000)

@@ -1,8 +1,7 @@
 """One default of each method, from its usual rate and from far away: who learns the most?
 
     python -m benchmarks.evidence.scoreboard [--workloads mlp-clusters ...] [--methods autolr ...]
-    python -m benchmarks.evidence.scoreboard --steps 10000 --exponents 0 --seeds 1 \\
-        --methods nadamw ... --workloads vit-digits ...
+    python -m benchmarks.evidence.scoreboard --steps 10000 --exponents 0 --seeds 1 --methods ...
 
 No method has a setting for a workload. All begin at 2^exponent times the rate that their framework
 or their README has as its default; those of `WITHOUT_START` have none. The tables have what is
@@ -49,8 +48,7 @@ recommender-clicks, gru-bytes and mlp-friedman, the one that is never more than 
 best; 1e-3 lacks up to 3.1 %, 4e-3 0.8 %, and 8e-3 1.9 %."""
 Make = Callable[[Problem, nn.Module, float], Optimizer]
 """(problem, model, multiple of the default rate)"""
-Cell = tuple[str, str, int]
-"""Workload, method, and exponent of the start."""
+Cell = tuple[str, str, int]  # workload, method, exponent of the start
 
 
 def of_groups(kind: Callable[..., Optimizer], rate: float, **settings: Any) -> Make:
