@@ -18,6 +18,7 @@ from ..converge import digest as digest_of_tensors
 from ..core.controller import Controller
 from ..core.validate import warn
 from ..optim.schedule_free import COUNTED
+from ..optim.snapshot import inner_optimizer
 from ..replicas.agreement import compare, digest
 from ..tensors.dtensor import local_parts
 from ..trial.auto import AutoLR
@@ -33,11 +34,8 @@ _USUAL = (
     "lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "decoupled_weight_decay",
     "maximize",
 )  # fmt: skip
-_OF_FUSED = (
-    "master_weights", "moment_dtype", "stochastic_rounding", "max_grad_norm", "decay_at",
-    "cautious_decay",
-)  # fmt: skip
-"""Settings that hdet's optimizers do not keep in their groups."""
+_MAY_DIFFER = ("seed", "backend")
+"""Of the arguments of hdet's optimizers: how a step rounds, and what computes it."""
 _NUMBER_OR_TEXT = (int, float, str, type(None))
 
 
@@ -195,7 +193,7 @@ class Agreement:
             "optimizer": {
                 "class": _kind(optimizer),
                 "groups": groups,
-                **{name: getattr(optimizer, name, None) for name in _OF_FUSED},
+                **_outside_of_groups(optimizer),
             },
         }
 
@@ -224,6 +222,22 @@ def _names(optimizer: Optimizer, modules: Sequence[nn.Module]) -> dict[int, str]
         for named in (module.named_parameters(), module.named_buffers()):
             known.update((id(tensor), name) for name, tensor in named)
     return known
+
+
+def _outside_of_groups(optimizer: Optimizer) -> dict[str, Any]:
+    """The arguments of an optimizer of hdet's, whatever they are, that it keeps as attributes."""
+    inner = inner_optimizer(optimizer)
+    names = [
+        name
+        for kind in type(inner).__mro__
+        if kind.__module__.startswith("hdet.optim.")  # and not what somebody makes of it
+        for name in signature(kind).parameters
+    ]
+    return {
+        name: getattr(inner, name)
+        for name in names
+        if hasattr(inner, name) and name not in _MAY_DIFFER
+    }
 
 
 def _kind(thing: Any) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler as torchs
 
 import hdet
+from hdet.optim import FusedOptimizer
 from hdet.run import same_run
 from tests.harness import model, policies
 
@@ -110,6 +111,7 @@ OF_SEARCH: dict[str, Any] = {
     "val_batches": (print, [1]), "spread_arms": False, "report_only": True,
 }  # fmt: skip
 NAME = "parameters[0].name"
+FUSED = hdet.FusedAdamW
 CASES: Cases = {
     "T_max": by_scheduler("scheduler.T_max", lambda o, odd: torchs.CosineAnnealingLR(o, 30 + odd)),
     "a scheduler on one rank only": by_scheduler(
@@ -125,6 +127,12 @@ CASES: Cases = {
     "class": by_optimizer(
         "optimizer.class", lambda odd: torch.optim.Adam if odd else ADAMW,
         lambda _: {"weight_decay": 0},
+    ),
+    "ema": by_optimizer(
+        "optimizer.ema[0].decay", lambda _: FUSED, lambda odd: {"ema": 0.5 + 0.4 * odd}
+    ),
+    "ema on one rank only": by_optimizer(
+        "optimizer.ema", lambda _: FUSED, lambda odd: {"ema": None if odd else 0.9}
     ),
     "order": ("the order of the parameters", lambda _, odd: two_vectors((0.0, 10.0), odd)),
     "order, by param_names": (NAME, lambda rank, _: two_layers(rank, "names")),
@@ -208,6 +216,21 @@ def test_what_differs_is_named_before_anything_is_averaged(
 def test_every_argument_of_a_search_is_compared() -> None:
     may_differ = {"model", "on_restart"}
     assert OF_SEARCH.keys() == inspect.signature(hdet.AutoLR).parameters.keys() - may_differ
+
+
+@pytest.mark.parametrize("kind", [hdet.FusedAdamW, hdet.FusedMuon, hdet.FusedLion])
+def test_every_argument_of_our_optimizers_is_compared(kind: Any) -> None:
+    """But for those of `FusedMuon` from which it makes its groups."""
+    optimizer = kind([nn.Parameter(torch.ones(2, 2))])
+    compared = same_run._outside_of_groups(optimizer).keys() | optimizer.param_groups[0].keys()
+    arguments = {
+        name
+        for one in (kind, FusedOptimizer)
+        for name, given in inspect.signature(one).parameters.items()
+        if given.kind is not given.VAR_KEYWORD and not name.startswith("adamw_")
+    }
+    of_groups = {"settings", "use_muon"}
+    assert arguments - compared - of_groups == {"seed", "backend"}
 
 
 @pytest.mark.parametrize("case", ALIKE)
