@@ -676,7 +676,8 @@ class FusedOptimizer(Optimizer):
 
         In all replicas, each of its own; of 16 bits rounded to nearest. A parameter that has not
         been stepped yet is left as it is. Costs a copy of the parameters. Inside, step(),
-        state_dict() and load_state_dict() raise RuntimeError: they are about the weights.
+        state_dict(), load_state_dict() and a copy of the optimizer raise RuntimeError: they are
+        about the weights.
 
         >>> model = torch.nn.Linear(8, 1)
         >>> optimizer = hdet.FusedAdamW(model.parameters(), ema=0.999)
@@ -726,6 +727,7 @@ class FusedOptimizer(Optimizer):
     # -- state -------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
+        self._refuse_average("deepcopy() or pickle.dumps()")  # a copy would not know its weights
         own = {name: getattr(self, name) for name in _OWN}
         own["multipliers"] = [list(row) for row in self.multipliers]
         return {**super().__getstate__(), **own}
