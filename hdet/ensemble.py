@@ -183,7 +183,12 @@ class Ensemble:
             ValueError: somebody else has written a value (see `rescheduling` and `set_value`).
         """
         cycles, schedule = self._cycles, self._schedule
-        if self.replicas.in_use or self._fan_out.explored is not None or self.search is not None:
+        if (
+            self.replicas.in_use
+            or self._fan_out.explored is not None
+            or self.search is not None
+            or getattr(cycles.optimizer, "is_averaged", False)
+        ):
             cycles.check_at_rest("step")
         if self._guard.lost is not None:
             self._guard.check_whole()
@@ -312,8 +317,9 @@ class Ensemble:
         return self._guard(phase)
 
     def check_at_rest(self, name: str) -> None:
-        """Raises ValueError inside `explore`, `rescheduling` or ``replicas.use``, and for a closure
-        that a trial calls. ``name``: of what is refused there."""
+        """Raises ValueError inside `explore`, `rescheduling`, ``replicas.use`` or
+        ``optimizer.averaged``, and for a closure that a trial calls. ``name``: of what is refused
+        there."""
         self._cycles.check_at_rest(name)
 
     def forget_losses(self) -> None:

@@ -207,7 +207,8 @@ class FusedOptimizer(Optimizer):
 
     _step_supports_amp_scaling = True
 
-    _is_averaged = False  # are the parameters an average over time?
+    is_averaged = False
+    """Are the parameters an average over time?"""
 
     rule: ClassVar[str]
     """by its name in hdet.rules, of which all follows that optimizers differ in"""
@@ -333,7 +334,7 @@ class FusedOptimizer(Optimizer):
         Raises ValueError or TypeError, before anything is changed, for hyperparameters and tensors
         that cannot be used.
         """
-        if self._is_averaged:
+        if self.is_averaged:
             self._refuse_average("step()")
         loss = None
         if closure is not None:
@@ -636,7 +637,7 @@ class FusedOptimizer(Optimizer):
                 reset_master(tensor, master)
 
     def _take_over(self) -> None:
-        if self._is_averaged:
+        if self.is_averaged:
             return
         if self._planned is not None:
             self._planned.watch.check()
@@ -702,7 +703,7 @@ class FusedOptimizer(Optimizer):
             )
         ]
         weights = [own.detach().clone() for own, _ in pairs]
-        self._is_averaged = True
+        self.is_averaged = True
         try:
             with torch.no_grad():
                 for own, average in pairs:
@@ -712,13 +713,13 @@ class FusedOptimizer(Optimizer):
             with torch.no_grad():
                 for (own, _), weight in zip(pairs, weights, strict=True):
                     own.copy_(weight)
-            self._is_averaged = False
+            self.is_averaged = False
             if self._planned is not None:
                 self._planned.watch.refresh()
 
     def _refuse_average(self, what: str) -> None:
         """Of what needs the weights in the parameters."""
-        if self._is_averaged:
+        if self.is_averaged:
             raise RuntimeError(
                 f"{what} inside optimizer.averaged(), where the parameters are an average over "
                 "time: call it outside"

@@ -16,6 +16,7 @@ from ..core.divergence import Verdict, judge
 from ..core.engine import CycleOutcome
 from ..core.validate import warn
 from ..logging import CycleRecord
+from ..optim.snapshot import inner_optimizer
 from ..tensors.profiling import ranged
 from .cycle_stats import CycleStats, LossMeter, Measured, gather_stats
 from .fan_out import FanOut
@@ -60,6 +61,7 @@ class Cycles:
     ) -> None:
         self.engine, self.schedule, self.search = run.engine, run.schedule, run.search
         self.fan_out, self._agreement = fan_out, agreement
+        self.optimizer = inner_optimizer(run.optimizer)
         self.replicas, self._divergence = run.replicas, run.divergence
         self._guard, self.measurements = guard, Measurements(run, guard, attached)
         self.parameters = parameters = ReplicaParameters(run)
@@ -124,13 +126,16 @@ class Cycles:
     # -- where a call may stand --------------------------------------------------------------------
 
     def check_at_rest(self, name: str) -> None:
-        """Raises ValueError where a replica is in ``use``, explores, an arm of a trial is in its
-        place, or inside `rescheduling`. ``name``: of the Ensemble's method that was called."""
+        """Raises ValueError where a replica is in ``use``, explores, an arm of a trial or an
+        average over time is in its place, or inside `rescheduling`. ``name``: of the Ensemble's
+        method that was called."""
         where = None
         if self.replicas.in_use:
             where = "`with replicas.use(k):`; it is of all replicas"
         elif self.fan_out.explored is not None:
             where = "`with ensemble.explore():`, where values are a replica's"
+        elif getattr(self.optimizer, "is_averaged", False):
+            where = "`with optimizer.averaged():`, where the parameters are an average over time"
         if where is not None:
             raise ValueError(f"ensemble.{name}() was called inside {where}: call it after")
         self.check_no_arm(name)

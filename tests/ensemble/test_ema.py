@@ -159,3 +159,32 @@ def test_a_resume_is_exact_with_as_many_replicas_or_others(tmp_path: Path) -> No
 def test_exact_local_keeps_none() -> None:
     make = lambda: run_of(replicas=hdet.Replicas(0, 2, None), converge=converge.ExactLocal())
     assert "would need steps of its own: leave them out" in told(make)
+
+
+def inside(rank: int, world: int, folder: str) -> list[str]:
+    """What is said there, in the last step of a cycle that is to be rolled back. Nothing is
+    changed: outside it is."""
+    run = run_of(rank, divergence=hdet.Divergence(rollback="device"), spread=0.6 * (world > 1))
+    begun = run.steps(4).weights()
+    run.steps(3).backward()
+    run.optimizer.step()
+    ensemble, kept = run.ensemble, run.weights()
+    acts = {
+        "step": lambda: ensemble.step(math.nan),
+        "converge": ensemble.converge,
+        "state_dict": ensemble.state_dict,
+        "save": lambda: checkpoint.save(folder, checkpoint.RunState(run.net, ensemble)),
+    }
+    with run.optimizer.averaged():
+        said = [told(act) for act in acts.values()]
+    assert torch.equal(run.weights(), kept)
+    ensemble.step(math.nan)
+    assert run.history["rolled_back"] and torch.equal(run.weights(), begun)
+    return said
+
+
+def test_inside_of_averaged_the_run_stands_still(tmp_path: Path) -> None:
+    for said in (inside(0, 1, str(tmp_path)), *run_ranks(inside, 2, str(tmp_path))):
+        for message in said:
+            assert "() was called inside `with optimizer.averaged():`, where the" in message
+    assert not any(tmp_path.iterdir())
