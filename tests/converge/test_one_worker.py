@@ -3,6 +3,8 @@ equal."""
 
 from __future__ import annotations
 
+import copy
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,26 @@ def test_a_cycle_goes_on_with_more_replicas(tmp_path: Path, settings: dict[str, 
     )
     for state, weights in ranks:
         assert all(map(torch.equal, state, saved)) and weights.isfinite().all()
+
+
+def test_the_momentum_stays_for_two_rollbacks_in_a_row() -> None:
+    run = run_of("alone", 0, converge=OUTER, divergence=hdet.Divergence(rollback="device"))
+    momenta = [t.clone() for t in run.steps(2 * EVERY).ensemble.averager.state()]
+    for is_third in (False, False, True):
+        for _ in range(EVERY):
+            run.step(report=math.nan)
+        assert run.records[-1]["rolled_back"]
+        for now, before in zip(run.ensemble.averager.state(), momenta, strict=True):
+            assert before.any() and torch.equal(now, torch.zeros_like(now) if is_third else before)
+
+
+def test_weights_that_are_loaded_within_a_cycle_with_an_optimizer_are_begun_from() -> None:
+    """Nothing of the old ones comes back with the next average."""
+    run, plain = run_of("alone", 0, converge=OUTER).steps(7), run_of("alone", 0).steps(7)
+    run.net.load_state_dict(plain.net.state_dict())
+    run.optimizer.load_state_dict(copy.deepcopy(plain.optimizer.state_dict()))
+    assert torch.equal(run.steps(3).weights(), plain.steps(3).weights())
+    assert not torch.equal(run.steps(5).weights(), plain.steps(5).weights())
 
 
 SEARCHED = {"converge": OUTER, "every": 20}
