@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 
+from ..core.validate import whole, within
+
 MOST = 3
 """averages of one optimizer"""
 
@@ -42,19 +44,14 @@ class WeightAverage:
     begin: int = 0
 
     def __post_init__(self) -> None:
-        if self.decay is not None and not 0 <= self.decay < 1:
-            raise ValueError(f"decay={self.decay} of an average of weights must be in [0, 1)")
-        if not 0 <= self.power <= 1000 or (self.power and self.decay is not None):
-            raise ValueError(
-                f"power={self.power} of an average of weights must be from 0 to 1000, and needs "
-                "decay=None"
-            )
+        if self.decay is None:
+            within(self.power, "power of an average of weights", "[0, 1000]")
+        else:
+            within(self.decay, "decay of an average of weights", "[0, 1)")
+            within(self.power, "power of an average of weights", "[0, 0]", "pass decay=None")
         for name, value, least in (("every", self.every, 1), ("begin", self.begin, 0)):
-            if not isinstance(value, int) or not least <= value < 1 << 24:
-                raise ValueError(
-                    f"{name}={value} of an average of weights must be a whole number of steps from "
-                    f"{least} to 2^24"
-                )
+            name = f"{name} of an average of weights"
+            within(whole(value, name, least, "steps"), name, f"[{least}, {1 << 24})")
 
     def numbers(self) -> tuple[float, ...]:
         """EmaSettings of csrc/core/hyper.h."""

@@ -11,6 +11,7 @@ from torch import nn
 from ..core.evidence import Run
 from ..core.schema import COUNT, FLAG, MAPPING, list_of, number, optional, read
 from ..core.validate import warn, within
+from ..optim.snapshot import keeps_emas
 from .arms import Arms, Beginning
 from .best_weights import BestWeights
 from .budget import Budget
@@ -280,7 +281,8 @@ class AutoLR:
         assert self.interval is not None
         would = " would go" if self.interval.moves and self.report_only else ""
         line = str(self.interval).splitlines()[0].replace("rate:", f"rate{would}")
-        advice = "" if self.on_restart else ": begin averages of weights again (on_restart=)"
+        begins = self.on_restart or keeps_emas(self._run.optimizer)
+        advice = "" if begins else ": begin averages of weights again (on_restart=)"
         restarts = f"; the run begins again with its first weights{advice}"
         return line + restarts * self._has_restarted
 

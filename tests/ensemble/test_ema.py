@@ -95,7 +95,7 @@ def test_a_run_whose_rate_was_lowered_begins_them_anew() -> None:
     run = auto_run(30.0, optimizer=OURS, scheduler=None)
     while not run.search.done:
         run.step()
-    assert run.rate < 1
+    assert run.rate < 1 and run.search.note.endswith("again with its first weights")
     assert all(state["ema_step"] == 0 for state in run.optimizer.state.values())
     assert torch.equal(averages_of(run)[0], run.weights())
     new = auto_run(run.rate, optimizer=OURS, scheduler=None, controlled=False)
