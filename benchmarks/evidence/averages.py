@@ -1,0 +1,284 @@
+"""Replicas with gradients of their own, and averages over time, beside data parallel at its best
+rate, decay and label smoothing, on the same examples.
+
+    python -m benchmarks.evidence.averages [--workloads noisy-mlp ...] [--methods "local 64" ...]
+
+A method is tuned on `TUNING` seeds by validation losses: from data parallel's best values to the
+next ones of the grid, until the best of all that was tried has all its neighbours around it. Then
+five other seeds are trained, and tested on examples that no choice has seen. Every seed has its own
+first weights, training examples, wrong labels and order, the same for all methods. A method of
+`AROUND` is not tuned but for the knob that replicas differ in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from statistics import fmean
+
+from hdet.core.spread import Grid
+
+from ..tables import standard_error
+from ..tables import table as markdown
+from .experiment import Column, Experiment, Record, finite
+from .small import DEVELOPMENT, TEST, WORKLOADS, tested, validated
+from .stack import Method, Point, Workload, train
+
+TUNING, FINAL = (100, 101), (0, 1, 2, 3, 4)
+DECAYS = {
+    "sgd": (0.0, 2.5e-4, 1e-3, 4e-3, 0.016, 0.064, 0.256),
+    "adamw": (0.0, 0.0125, 0.05, 0.2, 0.8, 3.2, 12.8),
+    "plus": (0.0, 1.25, 5.0, 20.0, 80.0, 320.0, 1280.0),
+}
+SMOOTHINGS = (0.0, 0.05, 0.1, 0.2)
+ROUNDS = 8
+BASE, PAPER, LOCAL = "data parallel", "shared gradients, lr", "local 16"
+
+METHODS: dict[str, Method] = {
+    BASE: Method(replicas=False),
+    "local 4": Method(every=4),
+    LOCAL: Method(every=16),
+    "local 64": Method(every=64),
+    "quadratic": Method(every=4, quadratic=2.0),
+    "one average": Method(),
+    "second half": Method(shared=0.5),
+    "outer 16": Method(every=16, outer=True),
+    "outer 16, one worker": Method(replicas=False, every=16, outer=True),
+    "EMA": Method(replicas=False, ema=0.99),
+    "EMA, constant rate": Method(replicas=False, ema=0.99, constant=True),
+    "schedule-free": Method(replicas=False, free="free"),
+    "ScheduleFree+": Method(replicas=False, free="plus"),
+}
+GRIDS = {"30 %": Grid(0.3), "2 x": Grid(ratio=2.0)}
+KNOBS: dict[str, tuple[float, ...]] = {
+    "lr": (),
+    "weight_decay": (),
+    "label_smoothing": (0.05, 0.1, 0.2),
+    "dropout": (0.05, 0.1, 0.2, 0.4),
+    "strength": (0.5, 1.0, 2.0),
+}
+"""Values of which the best one is taken; without, the tuned one."""
+
+
+@dataclass(frozen=True)
+class Around:
+    """Replicas that differ in a knob, at the values of another method and without tuning again."""
+
+    of: str
+    knob: str
+    grid: Grid
+    method: Method
+
+
+AROUND = {
+    f"{PAPER}, 30 %": Around(BASE, "lr", Grid(0.3), Method(every=16, shared=1.0)),
+    **{
+        f"{LOCAL}, {knob}, {name}": Around(LOCAL, knob, grid, METHODS[LOCAL])
+        for knob in KNOBS
+        for name, grid in GRIDS.items()
+    },
+}
+Place = tuple[int, int, int]
+"""In the grid: rate, a power of 2; decay; smoothing."""
+
+
+# -- tuning ----------------------------------------------------------------------------------------
+
+
+def is_smoothed(workload: Workload) -> bool:
+    return 0 < workload.classes <= 10
+
+
+def point_of(workload: Workload, method: Method, place: Place) -> Point:
+    """ScheduleFree+ multiplies the rate that it finds."""
+    plus = method.free == "plus"
+    return {
+        "lr": (1.0 if plus else workload.rate) * 2.0 ** place[0],
+        "weight_decay": DECAYS["plus" if plus else workload.optimizer][place[1]],
+        "label_smoothing": SMOOTHINGS[place[2]],
+    }
+
+
+def neighbours(workload: Workload, place: Place) -> Iterator[Place]:
+    rate, decay, smoothing = place
+    for i, j in product((-1, 0, 1), repeat=2):
+        if 0 <= decay + j < len(DECAYS["sgd"]):
+            yield rate + i, decay + j, smoothing
+    for k in (-1, 1) if is_smoothed(workload) else ():
+        if 0 <= smoothing + k < len(SMOOTHINGS):
+            yield rate, decay, smoothing + k
+
+
+@dataclass(frozen=True)
+class Tuned:
+    place: Place
+    loss: float
+    tried: int
+    inside: bool
+    """Has the best place all its neighbours around it?"""
+
+
+@cache
+def tuned(name: str, key: str, workers: int) -> Tuned:
+    workload, method = WORKLOADS[name], METHODS[key]
+    losses: dict[Place, float] = {}
+    if key == BASE:
+        at = (0, 2, 0)
+        wanted: Sequence[Place] = [(i, j, 0) for i in range(-2, 3) for j in range(5)]
+    else:
+        rate, decay, smoothing = tuned(name, BASE, 1).place
+        shift = {"free": 2 if workload.optimizer == "adamw" else 3, "plus": -rate}
+        at = (rate + shift.get(method.free, 0), decay, smoothing)
+        wanted = list(neighbours(workload, at))
+    for _ in range(ROUNDS):
+        points = [point_of(workload, method, place) for place in wanted]
+        found = validated(name, train(workload, method, workers, points, TUNING), [*TUNING])
+        losses |= dict(zip(wanted, found.mean(1).tolist(), strict=True))
+        at = min(losses, key=losses.__getitem__)
+        wanted = [place for place in neighbours(workload, at) if place not in losses]
+        if not wanted:
+            break
+    return Tuned(at, losses[at], len(losses), not wanted)
+
+
+# -- a run -----------------------------------------------------------------------------------------
+
+
+def finals(name: str, method: Method, workers: int, point: Point) -> Record:
+    """Losses and accuracies of the final seeds, on the test."""
+    losses, right = tested(name, train(WORKLOADS[name], method, workers, [point], FINAL))
+    accuracies = [round(100 * hit, 3) for hit in right[0].tolist()]
+    made = [finite(round(loss, 5)) for loss in losses[0].tolist()]
+    return {"losses": made, "accuracies": accuracies if WORKLOADS[name].classes else None}
+
+
+@cache
+def knob_point(name: str, of: str, knob: str, workers: int) -> Point:
+    """The tuned values, and the best one of the knob."""
+    workload, source = WORKLOADS[name], METHODS[of]
+    found = tuned(name, of, workers if source.replicas else 1)
+    point = point_of(workload, source, found.place)
+    if values := KNOBS[knob]:
+        points = [{**point, knob: value} for value in values]
+        ends = train(workload, source, workers, points, TUNING)
+        return points[int(validated(name, ends, [*TUNING]).mean(1).argmin())]
+    # around 0 nothing differs
+    return {**point, knob: point[knob] or DECAYS[workload.optimizer][2]}
+
+
+@cache
+def alike(name: str, of: str, knob: str, every: int, shared: float, workers: int) -> Record:
+    """The final losses of replicas that do not differ."""
+    method = Method(every=every, shared=shared)
+    return finals(name, method, workers, knob_point(name, of, knob, workers))
+
+
+def around(name: str, how: Around, workers: int) -> Record:
+    """The final losses with the knob's best value, and those of replicas that differ."""
+    point = knob_point(name, how.of, how.knob, workers)
+    plain = alike(name, how.of, how.knob, how.method.every, how.method.shared, workers)
+    spread = replace(how.method, spread={how.knob: how.grid})
+    beside = {f"{key}_alike": value for key, value in plain.items()}
+    return {**beside, **finals(name, spread, workers, point), "point": point}
+
+
+def run(workload: str, method: str, workers: int) -> Record:
+    if method in AROUND:
+        return around(workload, AROUND[method], workers)
+    found = tuned(workload, method, workers)
+    point = point_of(WORKLOADS[workload], METHODS[method], found.place)
+    of = {"point": point, "tried": found.tried, "inside": found.inside}
+    return {
+        **of,
+        "validation": finite(found.loss),
+        **finals(workload, METHODS[method], workers, point),
+    }
+
+
+def plan(options: object) -> list[Record]:
+    """Without what does not apply; one worker, where the method has no replicas."""
+    tasks = []
+    for workload, method, workers in product(options.workloads, options.methods, options.workers):  # type: ignore[attr-defined]
+        one = method in METHODS and not METHODS[method].replicas
+        knob = AROUND[method].knob if method in AROUND else ""
+        if (
+            (one and workers != options.workers[0])  # type: ignore[attr-defined]
+            or (knob == "strength" and not WORKLOADS[workload].draw)
+            or (knob == "label_smoothing" and not is_smoothed(WORKLOADS[workload]))
+            or (workers == 8 and method not in EIGHT)
+        ):
+            continue
+        tasks.append({"workload": workload, "method": method, "workers": 1 if one else workers})
+    return tasks
+
+
+EIGHT = ("local 64", "one average")
+"""Methods that are run with eight workers, too."""
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def difference(own: Sequence[float | None], base: Sequence[float | None]) -> tuple[float, float]:
+    """In percent of the base, with its standard error; runs are paired."""
+    pairs = list(zip(own, base, strict=True))
+    if any(a is None or b is None for a, b in pairs):
+        return float("inf"), float("nan")
+    mean = fmean(b for _, b in pairs)  # type: ignore[misc]
+    parts = [100 * (a - b) / mean for a, b in pairs]  # type: ignore[operator]
+    return fmean(parts), standard_error(parts)
+
+
+def signed(value: float, error: float) -> str:
+    return "broke" if value == float("inf") else f"{value:+.1f}±{error:.1f}"
+
+
+def differences(records: Sequence[Record]) -> dict[tuple[str, int, str], Record]:
+    """By method, workers and workload: percent of loss, points of accuracy, each with its error."""
+    base = {r["workload"]: r for r in records if r["method"] == BASE}
+    made = {}
+    for r in records:
+        beside = base.get(r["workload"])
+        if r["method"] in AROUND:
+            beside = {key: r[f"{key}_alike"] for key in ("losses", "accuracies")}
+        if beside is None or r["method"] == BASE:
+            continue
+        points = None
+        if r["accuracies"] and beside["accuracies"]:
+            parts = [a - b for a, b in zip(r["accuracies"], beside["accuracies"], strict=True)]
+            points = fmean(parts), standard_error(parts)
+        made[r["method"], r["workers"], r["workload"]] = {
+            "loss": difference(r["losses"], beside["losses"]), "points": points,
+        }  # fmt: skip
+    return made
+
+
+def table(records: Sequence[Record]) -> str:
+    found = differences(records)
+    names = [name for name in (*DEVELOPMENT, *TEST) if any(r["workload"] == name for r in records)]
+    rows = []
+    for key in dict.fromkeys((method, workers) for method, workers, _ in found):
+        if key[0] in METHODS:
+            of = [found.get((*key, name)) for name in names]
+            rows.append([*key, *("" if one is None else signed(*one["loss"]) for one in of)])
+    return markdown(["method", "workers", *names], rows)
+
+
+ALL = (*DEVELOPMENT, *TEST)
+EXPERIMENT = Experiment(
+    "averages", __doc__, run,
+    (
+        Column("workload", ALL, ["cancer"], ALL),
+        Column("method", (*METHODS, *AROUND), [BASE, LOCAL], (*METHODS, *AROUND)),
+        Column("workers", (4, 8), [4], option="workers"),
+    ),
+    table,
+    jobs=1,
+    same=("workload", "method", "workers"),
+    plan=plan,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    EXPERIMENT.main()
