@@ -12,6 +12,7 @@ first weights, training examples, wrong labels and order, the same for all metho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -48,6 +49,7 @@ METHODS: dict[str, Method] = {
     "outer 16, one worker": Method(replicas=False, every=16, outer=True),
     "EMA": Method(replicas=False, ema=0.99),
     "EMA, constant rate": Method(replicas=False, ema=0.99, constant=True),
+    "local 64, EMA, constant rate": Method(every=64, ema=0.99, constant=True),
     "schedule-free": Method(replicas=False, free="free"),
     "ScheduleFree+": Method(replicas=False, free="plus"),
 }
@@ -168,18 +170,13 @@ def knob_point(name: str, of: str, knob: str, workers: int) -> Point:
     return {**point, knob: point[knob] or DECAYS[workload.optimizer][2]}
 
 
-@cache
-def alike(name: str, of: str, knob: str, every: int, shared: float, workers: int) -> Record:
-    """The final losses of replicas that do not differ."""
-    method = Method(every=every, shared=shared)
-    return finals(name, method, workers, knob_point(name, of, knob, workers))
-
-
 def around(name: str, how: Around, workers: int) -> Record:
-    """The final losses with the knob's best value, and those of replicas that differ."""
+    """The final losses of replicas that differ in the knob, at its best value, and of those that
+    do not, at the mean of the values."""
     point = knob_point(name, how.of, how.knob, workers)
-    plain = alike(name, how.of, how.knob, how.method.every, how.method.shared, workers)
     spread = replace(how.method, spread={how.knob: how.grid})
+    mean = point[how.knob] * fmean(how.grid.points(workers))
+    plain = finals(name, how.method, workers, {**point, how.knob: mean})
     beside = {f"{key}_alike": value for key, value in plain.items()}
     return {**beside, **finals(name, spread, workers, point), "point": point}
 
@@ -221,49 +218,104 @@ EIGHT = ("local 64", "one average")
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def difference(own: Sequence[float | None], base: Sequence[float | None]) -> tuple[float, float]:
-    """In percent of the base, with its standard error; runs are paired."""
-    pairs = list(zip(own, base, strict=True))
-    if any(a is None or b is None for a, b in pairs):
-        return float("inf"), float("nan")
-    mean = fmean(b for _, b in pairs)  # type: ignore[misc]
-    parts = [100 * (a - b) / mean for a, b in pairs]  # type: ignore[operator]
+Difference = tuple[float, float]
+"""Mean of paired seeds, and its standard error."""
+CLEAR = 2.78
+"""Errors of a mean of five at which it differs from 0 with 95 %."""
+
+
+def paired(own: Sequence[float], base: Sequence[float], unit: float = 1.0) -> Difference:
+    parts = [(a - b) / unit for a, b in zip(own, base, strict=True)]
     return fmean(parts), standard_error(parts)
 
 
-def signed(value: float, error: float) -> str:
-    return "broke" if value == float("inf") else f"{value:+.1f}±{error:.1f}"
+def shown(one: Difference | None) -> str:
+    return "" if one is None else f"{one[0]:+.1f}±{one[1]:.1f}"
 
 
-def differences(records: Sequence[Record]) -> dict[tuple[str, int, str], Record]:
-    """By method, workers and workload: percent of loss, points of accuracy, each with its error."""
+@dataclass(frozen=True)
+class Beside:
+    """A method beside data parallel, or replicas that differ beside those that do not."""
+
+    workload: str
+    loss: Difference
+    """Percent."""
+    points: Difference | None
+    """Of accuracy."""
+
+
+def compared(records: Sequence[Record]) -> dict[tuple[str, int], list[Beside]]:
+    """By method and workers. A seed that broke has the loss of data parallel's worst."""
     base = {r["workload"]: r for r in records if r["method"] == BASE}
-    made = {}
+    made: dict[tuple[str, int], list[Beside]] = {}
     for r in records:
-        beside = base.get(r["workload"])
-        if r["method"] in AROUND:
-            beside = {key: r[f"{key}_alike"] for key in ("losses", "accuracies")}
+        end = "_alike" if r["method"] in AROUND else ""
+        beside = r if end else base.get(r["workload"])
         if beside is None or r["method"] == BASE:
             continue
-        points = None
-        if r["accuracies"] and beside["accuracies"]:
-            parts = [a - b for a, b in zip(r["accuracies"], beside["accuracies"], strict=True)]
-            points = fmean(parts), standard_error(parts)
-        made[r["method"], r["workers"], r["workload"]] = {
-            "loss": difference(r["losses"], beside["losses"]), "points": points,
-        }  # fmt: skip
+        losses, accuracies = beside["losses" + end], beside["accuracies" + end]
+        own = [max(losses) if loss is None else loss for loss in r["losses"]]
+        points = paired(r["accuracies"], accuracies) if accuracies else None
+        loss = paired(own, losses, fmean(losses) / 100)
+        one = Beside(r["workload"], loss, points)
+        made.setdefault((r["method"], r["workers"]), []).append(one)
     return made
 
 
-def table(records: Sequence[Record]) -> str:
-    found = differences(records)
-    names = [name for name in (*DEVELOPMENT, *TEST) if any(r["workload"] == name for r in records)]
+def mean(differences: Sequence[Difference]) -> Difference | None:
+    if not differences:
+        return None
+    return (
+        fmean(value for value, _ in differences),
+        math.hypot(*(error for _, error in differences)) / len(differences),
+    )
+
+
+def clear(differences: Sequence[Difference]) -> str:
+    better = sum(value < -CLEAR * error for value, error in differences)
+    worse = sum(value > CLEAR * error for value, error in differences)
+    return f"{better}:{worse} of {len(differences)}" if differences else ""
+
+
+def summary(records: Sequence[Record]) -> str:
     rows = []
-    for key in dict.fromkeys((method, workers) for method, workers, _ in found):
-        if key[0] in METHODS:
-            of = [found.get((*key, name)) for name in names]
-            rows.append([*key, *("" if one is None else signed(*one["loss"]) for one in of)])
-    return markdown(["method", "workers", *names], rows)
+    for key, lot in compared(records).items():
+        often = [one for one in lot if WORKLOADS[one.workload].epochs > 1]
+        halves = [
+            mean([one.loss for one in often if one.workload in half])
+            for half in (DEVELOPMENT, TEST)
+        ]
+        points = mean([one.points for one in often if one.points])
+        once = [one.loss for one in lot if one not in often]
+        rows.append([
+            *key, *map(shown, halves), clear([one.loss for one in often]), shown(points),
+            shown(mean(once)), clear(once),
+        ])  # fmt: skip
+    heads = ["method", "workers", "several epochs: development", "test", "better:worse",
+             "accuracy", "once", "better:worse"]  # fmt: skip
+    return markdown(heads, rows)
+
+
+def by_workload(records: Sequence[Record], methods: Sequence[tuple[str, int]]) -> str:
+    found = compared(records)
+    base = {r["workload"]: fmean(r["losses"]) for r in records if r["method"] == BASE}
+    rows = []
+    for name, loss in base.items():
+        one = WORKLOADS[name]
+        cells = [[of.loss for of in found.get(key, []) if of.workload == name] for key in methods]
+        often = f"{one.epochs:.0f}" if one.epochs > 1 else "once"
+        half = "" if name in DEVELOPMENT else " (test)"
+        rows.append([f"{name}{half}: {one.what}", one.optimizer, often, f"{loss:.3f}",
+                     *(shown(cell[0]) if cell else "" for cell in cells)])  # fmt: skip
+    heads = [name if workers < 8 else f"{name}, {workers} workers" for name, workers in methods]
+    return markdown(["workload", "optimizer", "epochs", BASE, *heads], rows)
+
+
+SHOWN = (("local 64", 4), ("second half", 4), ("EMA, constant rate", 1), ("schedule-free", 1))
+
+
+def table(records: Sequence[Record]) -> str:
+    return f"{summary(records)}\n{by_workload(records, SHOWN)}"
 
 
 ALL = (*DEVELOPMENT, *TEST)

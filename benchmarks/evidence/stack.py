@@ -322,7 +322,7 @@ class Stack:
             self._average()
             self.cycle += 1
         final = self.state["x"] if self.method.free or self.method.ema else self.theta
-        return final[:: self.n_replicas]
+        return self._mean(final)[:: self.n_replicas]
 
     def _length(self) -> int:
         """Of the cycle that begins."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from statistics import fmean
 
 import torch
@@ -135,6 +136,11 @@ EXPERIMENT = Experiment(
     ),
     table,
     jobs=1,
+    same=("workload", "knobs", "every"),
+    plan=lambda options: [
+        {"workload": workload, "knobs": knobs, "every": every}
+        for workload, knobs, every in product(options.workloads, options.knobs, options.every)
+    ],
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ COMMANDS: dict[str, tuple[Any, list[str], list[str]]] = {
         "of 1 starts that end more than 20 % from the best, 1 end within 10 %"]),
     "seconds": (seconds.EXPERIMENT.main, [], [f"| {SMALL} | 200 |"]),
     "schedule_free": (schedule_free.EXPERIMENT.main, [], ["| fixed rate |", "| AutoLR |"]),
-    "averages": (averages.EXPERIMENT.main, [], ["| method | cancer |", "| local 16 |"]),
+    "averages": (averages.EXPERIMENT.main, [], ["| method | workers | cancer |", "| local 16 | 4 |"]),
     "votes": (votes.EXPERIMENT.main, [], ["| cancer | lr+weight_decay+dropout | 16 | 0.0625 | "]),
     "scoreboard": (scoreboard.EXPERIMENT.main, [],
         ["| workload | adamw | autolr |", "| *mean* | "]),
