@@ -245,7 +245,7 @@ class Beside:
 
 
 def compared(records: Sequence[Record]) -> dict[tuple[str, int], list[Beside]]:
-    """By method and workers. A seed that broke has the loss of data parallel's worst."""
+    """By method and workers."""
     base = {r["workload"]: r for r in records if r["method"] == BASE}
     made: dict[tuple[str, int], list[Beside]] = {}
     for r in records:
@@ -254,7 +254,7 @@ def compared(records: Sequence[Record]) -> dict[tuple[str, int], list[Beside]]:
         if beside is None or r["method"] == BASE:
             continue
         losses, accuracies = beside["losses" + end], beside["accuracies" + end]
-        own = [max(losses) if loss is None else loss for loss in r["losses"]]
+        own = [math.inf if loss is None else loss for loss in r["losses"]]
         points = paired(r["accuracies"], accuracies) if accuracies else None
         loss = paired(own, losses, fmean(losses) / 100)
         one = Beside(r["workload"], loss, points)
@@ -271,51 +271,56 @@ def mean(differences: Sequence[Difference]) -> Difference | None:
     )
 
 
-def clear(differences: Sequence[Difference]) -> str:
+def cell(differences: Sequence[Difference]) -> str:
+    """The mean, and on how many workloads it is clearly better and worse."""
     better = sum(value < -CLEAR * error for value, error in differences)
     worse = sum(value > CLEAR * error for value, error in differences)
-    return f"{better}:{worse} of {len(differences)}" if differences else ""
+    return f"{shown(mean(differences))} ({better}:{worse})" if differences else ""
 
 
 def summary(records: Sequence[Record]) -> str:
+    """Loss beside data parallel's, in percent."""
     rows = []
-    for key, lot in compared(records).items():
-        often = [one for one in lot if WORKLOADS[one.workload].epochs > 1]
-        halves = [
-            mean([one.loss for one in often if one.workload in half])
-            for half in (DEVELOPMENT, TEST)
-        ]
-        points = mean([one.points for one in often if one.points])
-        once = [one.loss for one in lot if one not in often]
-        rows.append([
-            *key, *map(shown, halves), clear([one.loss for one in often]), shown(points),
-            shown(mean(once)), clear(once),
-        ])  # fmt: skip
-    heads = ["method", "workers", "several epochs: development", "test", "better:worse",
-             "accuracy", "once", "better:worse"]  # fmt: skip
+    for (method, workers), lot in compared(records).items():
+        if method in METHODS:
+            often = [one for one in lot if WORKLOADS[one.workload].epochs > 1]
+            halves = [[x.loss for x in often if x.workload in half] for half in (DEVELOPMENT, TEST)]
+            points = mean([one.points for one in often if one.points])
+            once = [one.loss for one in lot if one not in often]
+            rows.append([method, workers, *map(cell, halves), shown(points), cell(once)])
+    rows.sort(key=lambda row: (row[1] == 8, [*METHODS].index(row[0])))
+    heads = ["method", "workers", "several epochs", "test half", "accuracy", "once"]
     return markdown(heads, rows)
 
 
-def by_workload(records: Sequence[Record], methods: Sequence[tuple[str, int]]) -> str:
+def of_knobs(records: Sequence[Record]) -> str:
+    """Loss of replicas that differ beside those that do not, in percent."""
+    found = compared(records)
+    of = {f"{LOCAL}, {knob}": [f"{LOCAL}, {knob}, {name}" for name in GRIDS] for knob in KNOBS}
+    of = {PAPER: [f"{PAPER}, {name}" for name in GRIDS]} | of
+    loss = lambda key: [one.loss for one in found.get((key, 4), [])]
+    rows = ([name, *(cell(loss(key)) for key in keys)] for name, keys in of.items())
+    return markdown(["replicas differ in", *GRIDS], rows)
+
+
+def by_workload(records: Sequence[Record]) -> str:
     found = compared(records)
     base = {r["workload"]: fmean(r["losses"]) for r in records if r["method"] == BASE}
     rows = []
-    for name, loss in base.items():
-        one = WORKLOADS[name]
-        cells = [[of.loss for of in found.get(key, []) if of.workload == name] for key in methods]
-        often = f"{one.epochs:.0f}" if one.epochs > 1 else "once"
-        half = "" if name in DEVELOPMENT else " (test)"
-        rows.append([f"{name}{half}: {one.what}", one.optimizer, often, f"{loss:.3f}",
-                     *(shown(cell[0]) if cell else "" for cell in cells)])  # fmt: skip
-    heads = [name if workers < 8 else f"{name}, {workers} workers" for name, workers in methods]
-    return markdown(["workload", "optimizer", "epochs", BASE, *heads], rows)
+    for name in (name for name in ALL if name in base):
+        lots = [[of.loss for of in found.get(key, []) if of.workload == name] for key in SHOWN]
+        epochs = WORKLOADS[name].epochs
+        own = [f"{epochs:.0f}" if epochs > 1 else "once", f"{base[name]:.3f}"]
+        rows.append([name, *own, *(shown(mean(lot)) for lot in lots)])
+    heads = [name if workers < 8 else f"{name}, {workers} workers" for name, workers in SHOWN]
+    return markdown(["workload", "epochs", BASE, *heads], rows)
 
 
 SHOWN = (("local 64", 4), ("second half", 4), ("EMA, constant rate", 1), ("schedule-free", 1))
 
 
 def table(records: Sequence[Record]) -> str:
-    return f"{summary(records)}\n{by_workload(records, SHOWN)}"
+    return "\n".join(of(records) for of in (summary, of_knobs, by_workload))
 
 
 ALL = (*DEVELOPMENT, *TEST)

@@ -22,6 +22,7 @@ from hdet.controllers.probe_rule import PROBE, ProbeRule
 from hdet.core.evidence import Evidence
 from hdet.core.spread import Grid
 
+from ..tables import grouped
 from ..tables import table as markdown
 from . import averages
 from .experiment import Column, Experiment, Record
@@ -114,17 +115,24 @@ def run(workload: str, knobs: str, every: int) -> Record:
 
 
 def table(records: Sequence[Record]) -> str:
+    """Means over workloads: gaps without and with the probe, and by how much it has multiplied the
+    start's value."""
     rows = []
-    for r in records:
-        best = min(loss for loss in r["alike"] if math.isfinite(loss))
-        for i, start in enumerate(r["starts"]):
-            ends = [f"{2.0**start * of[i]:.2g}" for of in r["factors"].values()]
-            gaps = [100 * (loss - best) / best for loss in (r["alike"][i], r["probe"][i])]
-            shown = [f"{gap:.1f} %" if math.isfinite(gap) else "broke" for gap in gaps]
-            rows.append([r["workload"], r["knobs"], r["every"], f"{2.0**start:g}", *shown,
-                         ", ".join(ends)])  # fmt: skip
-    heads = ["workload", "knobs", "H", "start", "gap without", "with the probe", "end"]
-    return markdown(heads, rows)
+    for (knobs, every), lot in grouped(records, "knobs", "every").items():
+        cells = []
+        for i in range(0, len(STARTS), 2):
+            gaps = [fmean(_gap(r, which, i) for r in lot) for which in ("alike", "probe")]
+            moves = [math.log(of[i]) for r in lot for of in r["factors"].values()]
+            cells.append(f"{gaps[0]:.0f} → {gaps[1]:.0f} % ({math.exp(fmean(moves)):.2g})")
+        rows.append([knobs, every, *cells])
+    starts = [f"from {2.0**start:g}" for start in STARTS[::2]]
+    return markdown(["knobs", "H", *starts], rows)
+
+
+def _gap(record: Record, which: str, start: int) -> float:
+    """Percent of the best loss without a probe; at most 100, also where the run broke."""
+    best = min(record["alike"])
+    return 100 * min(record[which][start] / best - 1, 1.0)
 
 
 EXPERIMENT = Experiment(
