@@ -20,6 +20,7 @@ from . import (
     hero,
     horizon,
     paper,
+    quality,
     ranks,
     schedule_free,
     scoreboard,
@@ -33,6 +34,7 @@ from .workloads import CHANGING, FIELDS, FROM_ZERO, MISLEADING, NOT_TO_ZERO, TES
 
 PAGES = ("docs/evidence/autolr.md", "docs/evidence/replicas.md", "docs/results.md")
 OTHERS: dict[str, Any] = {
+    "Main job": quality,
     "First tries": first_tries, "More ranks": ranks, "Time": seconds, "Scoreboard": scoreboard,
     "Schedule-free": schedule_free, "Horizon": horizon, "Paper": paper, "Averages": averages,
     "Votes": votes,
