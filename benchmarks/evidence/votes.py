@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from itertools import product
 from statistics import fmean
 
@@ -25,13 +26,15 @@ from hdet.core.spread import Grid
 from ..tables import grouped
 from ..tables import table as markdown
 from . import averages
-from .experiment import Column, Experiment, Record
+from .experiment import Column, Experiment, Record, finite
 from .problems.problem import seeded
 from .small import WORKLOADS, tested
 from .stack import Method, Stack, shape
 
-STARTS, SEEDS, WORKERS, STEPS = (-4, -2, 0, 2, 4), (0, 1, 2), 8, 2048
+STARTS, SEEDS, WORKERS, STEPS = (-4, -2, 0, 2, 4), (0, 1), 8, 2048
 CHUNKS, CHUNK, AVERAGE_EVERY, SPREAD = 8, 32, 5, 0.3
+SHOWN = (0, 2, 3, 4)
+"""Starts in the table."""
 TOGETHER = "lr+weight_decay+dropout"
 SETS = ("lr", "weight_decay", "dropout", TOGETHER)
 
@@ -106,7 +109,7 @@ def run(workload: str, knobs: str, every: int) -> Record:
     voted = stack.run(Probe(stack))
     losses = [tested(workload, w.view(len(points), len(SEEDS), -1))[0] for w in (alike, voted)]
     moved = {name: stack.corrections[name].view(len(points), -1) for name in names}
-    mean = lambda x: [round(v, 5) for v in x.mean(1).tolist()]
+    mean = lambda x: [finite(round(v, 5)) for v in x.mean(1).tolist()]
     return {
         "starts": [*STARTS], "best": best, "alike": mean(losses[0]), "probe": mean(losses[1]),
         "factors": {name: [round(v, 3) for v in m.log().mean(1).exp().tolist()]
@@ -120,19 +123,20 @@ def table(records: Sequence[Record]) -> str:
     rows = []
     for (knobs, every), lot in grouped(records, "knobs", "every").items():
         cells = []
-        for i in range(0, len(STARTS), 2):
+        for i in SHOWN:
             gaps = [fmean(_gap(r, which, i) for r in lot) for which in ("alike", "probe")]
             moves = [math.log(of[i]) for r in lot for of in r["factors"].values()]
             cells.append(f"{gaps[0]:.0f} → {gaps[1]:.0f} % ({math.exp(fmean(moves)):.2g})")
         rows.append([knobs, every, *cells])
-    starts = [f"from {2.0**start:g}" for start in STARTS[::2]]
+    starts = [f"from {Fraction(2.0 ** STARTS[i])}" for i in SHOWN]
     return markdown(["knobs", "H", *starts], rows)
 
 
 def _gap(record: Record, which: str, start: int) -> float:
     """Percent of the best loss without a probe; at most 100, also where the run broke."""
-    best = min(record["alike"])
-    return 100 * min(record[which][start] / best - 1, 1.0)
+    best = min(loss for loss in record["alike"] if loss is not None)
+    loss = record[which][start]
+    return 100.0 if loss is None else 100 * min(loss / best - 1, 1.0)
 
 
 EXPERIMENT = Experiment(

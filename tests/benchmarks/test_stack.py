@@ -30,7 +30,19 @@ def examples() -> tuple[stack.Examples, stack.Examples]:
 
 
 TINY = Workload("tiny", "", NET, examples, 40, "adamw", 0.1, 3, wrong=0.2, batch=16, steps=STEPS)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, parts: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.parts = torch.nn.ParameterList(part[0].clone() for part in parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return NET.forward([p[None] for p in self.parts], x, lambda h: h)
+
+
 SPREAD = {"lr": Grid(0.3)}
+LOCAL: dict[str, Any] = {"gradients": "local", "moments": "keep"}
 OPTIMIZERS = {
     "sgd": lambda groups, **more: hdet.FusedSGD(groups, lr=POINT["lr"], momentum=0.9, **more),
     "adamw": lambda groups, **more: hdet.FusedAdamW(
@@ -51,8 +63,10 @@ def trained(
 ) -> torch.Tensor:
     """The same run with hdet, of which this is one rank."""
     (x, y), _ = workload.data([SEED])
-    drawn = NET.split(NET.draw(workload.name, "weights", SEED)[None])
-    parts = [torch.nn.Parameter(one[0].clone()) for one in drawn]
+    model: torch.nn.Module = Model(NET.split(NET.draw(workload.name, "weights", SEED)[None]))
+    parts = list(model.parameters())
+    if how.get("sync") and how["sync"].begin:
+        model = torch.nn.parallel.DistributedDataParallel(model)
     groups = [
         {"params": parts[::2], "weight_decay": POINT["weight_decay"]},
         {"params": parts[1::2], "weight_decay": 0.0},
@@ -65,8 +79,7 @@ def trained(
     smoothing = torch.tensor([POINT["label_smoothing"]])
     for chosen in workload.order(SEED):
         own = chosen.view(world, -1)[rank]
-        z = NET.forward([p[None] for p in parts], x[:, own], lambda h: h)
-        loss = workload.losses(z, y[:, own], smoothing).sum()
+        loss = workload.losses(model(x[:, own]), y[:, own], smoothing).sum()
         loss.backward()
         for p in parts if shared else []:
             dist.all_reduce(p.grad)
@@ -89,12 +102,15 @@ def test_one_replica(name: str) -> None:
     torch.testing.assert_close(simulated(workload, Method(replicas=False)), plain)
 
 
+QUADRATIC = hdet.QuadraticPeriod(2, 2 * POINT["lr"])
 ON_RANKS: dict[str, tuple[str, Method, dict[str, Any]]] = {
     "local": ("sgd", Method(every=4), {}),
     "at the end": ("adamw", Method(), {"every": 10**6}),
     "spread": ("adamw", Method(every=4, spread=SPREAD), {}),
     "shared spread": ("sgd", Method(every=4, shared=1.0, spread=SPREAD), {"shared": True}),
     "outer": ("adamw", Method(every=4, outer=True), {"converge": Outer()}),
+    "quadratic": ("sgd", Method(every=2, quadratic=2.0), {"every": QUADRATIC}),
+    "second half": ("adamw", Method(shared=0.5), {"every": 10**6, "begin": 0.5}),
 }
 
 
@@ -102,11 +118,12 @@ def on_a_rank(rank: int, world: int) -> dict[str, torch.Tensor]:
     ends = {}
     for name, (optimizer, method, said) in ON_RANKS.items():
         shared = said.get("shared", False)
-        gradients = {} if shared else {"gradients": "local", "moments": "keep"}
+        gradients = {} if shared else {**LOCAL, "begin": said.get("begin", 0)}
         every, average = said.get("every", method.every), said.get("converge", Plain())
         ends[name] = trained(
             replace(TINY, optimizer=optimizer), OPTIMIZERS[optimizer], rank=rank, world=world,
-            shared=shared, sync=hdet.Sync(every, converge=average, **gradients), seed=SEED,
+            shared=shared, seed=SEED,
+            sync=hdet.Sync(every, converge=average, **gradients),
             knobs=[hdet.LearningRate(0.3 if method.spread else 0.0)],
         )  # fmt: skip
     return ends
@@ -118,6 +135,13 @@ def test_several_replicas() -> None:
         assert torch.equal(first[name], second[name])
         own = simulated(replace(TINY, optimizer=optimizer), method, 2)
         torch.testing.assert_close(own, first[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_an_outer_step_of_one_replica() -> None:
+    sync = hdet.Sync(4, converge=Outer(), **LOCAL)
+    end = trained(TINY, OPTIMIZERS["adamw"], sync=sync, knobs=[hdet.LearningRate(0.0)], seed=SEED)
+    method = Method(replicas=False, every=4, outer=True)
+    torch.testing.assert_close(simulated(TINY, method), end)
 
 
 @pytest.mark.parametrize("constant", [False, True])
