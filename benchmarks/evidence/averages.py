@@ -21,7 +21,7 @@ from statistics import fmean
 
 from hdet.core.spread import Grid
 
-from ..tables import standard_error
+from ..tables import crossed, standard_error
 from ..tables import table as markdown
 from .experiment import Column, Experiment, Record, finite
 from .small import DEVELOPMENT, TEST, WORKLOADS, tested, validated
@@ -289,7 +289,8 @@ def summary(records: Sequence[Record]) -> str:
             once = [one.loss for one in lot if one not in often]
             rows.append([method, workers, *map(cell, halves), shown(points), cell(once)])
     rows.sort(key=lambda row: (row[1] == 8, [*METHODS].index(row[0])))
-    heads = ["method", "workers", "several epochs", "test half", "accuracy", "once"]
+    rows = [[f"{name}, 8 workers" if n == 8 else name, *more] for name, n, *more in rows]
+    heads = ["method", "several epochs", "of the test half", "accuracy", "once"]
     return markdown(heads, rows)
 
 
@@ -305,18 +306,18 @@ def of_knobs(records: Sequence[Record]) -> str:
 
 def by_workload(records: Sequence[Record]) -> str:
     found = compared(records)
-    base = {r["workload"]: fmean(r["losses"]) for r in records if r["method"] == BASE}
-    rows = []
-    for name in (name for name in ALL if name in base):
-        lots = [[of.loss for of in found.get(key, []) if of.workload == name] for key in SHOWN]
-        epochs = WORKLOADS[name].epochs
-        own = [f"{epochs:.0f}" if epochs > 1 else "once", f"{base[name]:.3f}"]
-        rows.append([name, *own, *(shown(mean(lot)) for lot in lots)])
-    heads = [name if workers < 8 else f"{name}, {workers} workers" for name, workers in SHOWN]
-    return markdown(["workload", "epochs", BASE, *heads], rows)
+    epochs = {r["workload"]: round(WORKLOADS[r["workload"]].epochs) for r in records}
+    names = {f"{name} ({epochs[name]})": name for name in ALL if name in epochs}
+
+    def one(key: tuple[str, int], workload: str) -> str:
+        return shown(mean([of.loss for of in found.get(key, []) if of.workload == workload]))
+
+    return crossed(
+        "workload (epochs)", names, {key[0]: key for key in SHOWN}, lambda w, key: one(key, w)
+    )
 
 
-SHOWN = (("local 64", 4), ("second half", 4), ("EMA, constant rate", 1), ("schedule-free", 1))
+SHOWN = (("local 64", 4), ("EMA, constant rate", 1), ("schedule-free", 1))
 
 
 def table(records: Sequence[Record]) -> str:

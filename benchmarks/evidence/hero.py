@@ -194,13 +194,11 @@ class Curve:
     def row(self, lowest: float) -> list[str]:
         """Of the overview."""
         last = self.records[-1]
-        failed = sum(score(r) >= r["untrained"] for r in self.records)
         at = (f"{mean(self.scores[e])} (2^{e})" for e in (self.best, self.worst))
         return [
             f"{last['rate'] / 2.0 ** last['exponent']:.3g}",
             *at,
             f"{self.sensitivity(lowest):.3f}",
-            f"{failed} of {len(self.records)}",
         ]
 
 
@@ -210,8 +208,7 @@ def overview(records: Sequence[Record]) -> str:
     by_method = grouped(records, "method")
     curves = {name: Curve(by_method[name]) for name in METHODS if name in by_method}
     lowest = min(curve.means[curve.best] for curve in curves.values())
-    heads = ["method", "best rate", "at its best start", "worst", "LR sensitivity",
-             "crashed or learned nothing"]  # fmt: skip
+    heads = ["method", "best rate", "at its best start", "worst", "LR sensitivity"]
     return table(heads, ([name, *curve.row(lowest)] for name, curve in curves.items()))
 
 

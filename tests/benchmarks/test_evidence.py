@@ -76,7 +76,7 @@ COMMANDS: dict[str, tuple[Any, list[str], list[str]]] = {
         "of 1 starts that end more than 20 % from the best, 1 end within 10 %"]),
     "seconds": (seconds.EXPERIMENT.main, [], [f"| {SMALL} | 200 |"]),
     "schedule_free": (schedule_free.EXPERIMENT.main, [], ["| fixed rate |", "| AutoLR |"]),
-    "averages": (averages.EXPERIMENT.main, [], ["| local 16 | 4 |", "| cancer | "]),
+    "averages": (averages.EXPERIMENT.main, [], ["| local 16 | ", "| cancer (0) | "]),
     "votes": (votes.EXPERIMENT.main, [], ["| lr+weight_decay+dropout | 16 | "]),
     "scoreboard": (scoreboard.EXPERIMENT.main, [],
         ["| workload | adamw | autolr |", "| *mean* | "]),
