@@ -22,7 +22,6 @@ from . import (
     paper,
     quality,
     ranks,
-    schedule_free,
     scoreboard,
     seconds,
     votes,
@@ -34,10 +33,15 @@ from .workloads import CHANGING, FIELDS, FROM_ZERO, MISLEADING, NOT_TO_ZERO, TES
 
 PAGES = ("docs/evidence/autolr.md", "docs/evidence/replicas.md", "docs/results.md")
 OTHERS: dict[str, Any] = {
+<<<<<<< HEAD
     "Main job": quality,
     "First tries": first_tries, "More ranks": ranks, "Time": seconds, "Scoreboard": scoreboard,
     "Schedule-free": schedule_free, "Horizon": horizon, "Paper": paper, "Averages": averages,
     "Votes": votes,
+=======
+    "Main job": quality, "First tries": first_tries, "More ranks": ranks, "Time": seconds,
+    "Horizon": horizon, "Paper": paper, "Outer step": outer, "Several knobs": several,
+>>>>>>> main
 }  # fmt: skip
 OTHER = (1500, 30_000, 100_000)
 """Lengths of which the same trials say something, too."""
@@ -198,6 +202,10 @@ def report() -> dict[str, str]:
         **{
             name: module.EXPERIMENT.table(module.EXPERIMENT.read())
             for name, module in OTHERS.items()
+        },
+        **{
+            f"Scoreboard: {spaced(steps)} steps": scoreboard.table(lot)
+            for steps, lot in grouped(scoreboard.EXPERIMENT.read(), "steps").items()
         },
         **{
             f"Other methods: {problem}": found

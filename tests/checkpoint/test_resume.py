@@ -44,7 +44,8 @@ CASES = [
     (H.exact_local, H.fused_base_fp32, 2, 7), (H.local, FUSED, 2, 5),
     *((partial(H.local, moments=of), ADAMW, 2, 7) for of in ("keep", "average", "reset")),
     (H.local_fsdp, ADAMW, 4, 7), (H.outer, ADAMW, 2, 5), (H.outer_fsdp, ADAMW, 4, 5),
-    (H.outer_equal, ADAMW, 2, 3), (H.outer_equal, ADAMW, 2, 7), (H.outer_shards, ADAMW, 2, 7),
+    (H.outer, ADAMW, 2, 7), (H.outer_equal, ADAMW, 2, 3), (H.outer_equal, ADAMW, 2, 7),
+    (H.outer_shards, ADAMW, 2, 7),
     (H.drop_in, ADAMW, 2, 7),
     *((partial(of, scheduler=None), H.schedule_free, 2, 6) for of in (H.ddp, H.local)),
 ]  # fmt: skip
