@@ -33,15 +33,8 @@ from .workloads import CHANGING, FIELDS, FROM_ZERO, MISLEADING, NOT_TO_ZERO, TES
 
 PAGES = ("docs/evidence/autolr.md", "docs/evidence/replicas.md", "docs/results.md")
 OTHERS: dict[str, Any] = {
-<<<<<<< HEAD
-    "Main job": quality,
-    "First tries": first_tries, "More ranks": ranks, "Time": seconds, "Scoreboard": scoreboard,
-    "Schedule-free": schedule_free, "Horizon": horizon, "Paper": paper, "Averages": averages,
-    "Votes": votes,
-=======
     "Main job": quality, "First tries": first_tries, "More ranks": ranks, "Time": seconds,
-    "Horizon": horizon, "Paper": paper, "Outer step": outer, "Several knobs": several,
->>>>>>> main
+    "Horizon": horizon, "Paper": paper, "Averages": averages, "Votes": votes,
 }  # fmt: skip
 OTHER = (1500, 30_000, 100_000)
 """Lengths of which the same trials say something, too."""
