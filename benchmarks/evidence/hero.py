@@ -194,7 +194,9 @@ class Curve:
     def row(self, lowest: float) -> list[str]:
         """Of the overview."""
         last = self.records[-1]
-        at = (f"{mean(self.scores[e])} (2^{e})" for e in (self.best, self.worst))
+        at = (
+            f"{mean(self.scores[e]).replace(' ± ', '±')} (2^{e})" for e in (self.best, self.worst)
+        )
         return [
             f"{last['rate'] / 2.0 ** last['exponent']:.3g}",
             *at,

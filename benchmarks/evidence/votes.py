@@ -126,7 +126,7 @@ def table(records: Sequence[Record]) -> str:
         for i in SHOWN:
             gaps = [fmean(_gap(r, which, i) for r in lot) for which in ("alike", "probe")]
             moves = [math.log(of[i]) for r in lot for of in r["factors"].values()]
-            cells.append(f"{gaps[0]:.0f}→{gaps[1]:.0f} % ({math.exp(fmean(moves)):.2g})")
+            cells.append(f"{gaps[0]:.0f}→{gaps[1]:.0f} ({math.exp(fmean(moves)):.2g})")
         rows.append([knobs, every, *cells])
     starts = [f"from {Fraction(2.0 ** STARTS[i])}" for i in SHOWN]
     return markdown(["knobs", "H", *starts], rows)
