@@ -74,7 +74,7 @@ COMMANDS: dict[str, tuple[Any, list[str], list[str]]] = {
     "first_tries": (first_tries.EXPERIMENT.main, ["--workloads", "table-mlp"], ["| table-mlp | ",
         "of 1 starts that end more than 20 % from the best, 1 end within 10 %"]),
     "seconds": (seconds.EXPERIMENT.main, [], [f"| {SMALL} | 200 |"]),
-    "averages": (averages.EXPERIMENT.main, [], ["| local 16 | ", "| cancer (0) | "]),
+    "averages": (averages.EXPERIMENT.main, [], ["| local 16 | ", "| cancer (2) | "]),
     "votes": (votes.EXPERIMENT.main, [], ["| lr+weight_decay+dropout | 16 | "]),
     "scoreboard": (scoreboard.EXPERIMENT.main, [],
         ["| workload | adamw | autolr |", "| mlp-clusters | "]),
