@@ -80,10 +80,11 @@ class Probe:
             scheduled = [p * part[name] for p, name in zip(peak, self.knobs, strict=True)]
             known = [corrections[name][run][0] for name in self.knobs]
             rows = [row if all(map(math.isfinite, row)) else None for row in losses[run]]
+            rho = [multipliers[name][run] for name in self.knobs]
             decisions = rule.decide(Evidence(
                 cycle=stack.cycle, step=stack.step, total_steps=steps, warmup_steps=0,
                 sync_interval=stack.method.every, knobs=self.knobs,
-                multipliers=[multipliers[name][run] for name in self.knobs],
+                multipliers=rho, planned=rho,
                 losses=[row and fmean(row) for row in rows], scheduled=scheduled, peak=peak,
                 floor=[0.0] * len(peak), corrections=known, local=True, measured={PROBE: rows},
                 values=[a * b for a, b in zip(scheduled, known, strict=True)],
