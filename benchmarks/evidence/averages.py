@@ -307,10 +307,11 @@ def of_knobs(records: Sequence[Record]) -> str:
 def by_workload(records: Sequence[Record]) -> str:
     found = compared(records)
     epochs = {r["workload"]: round(WORKLOADS[r["workload"]].epochs) for r in records}
-    names = {f"{name} ({epochs[name]})": name for name in ALL if name in epochs}
+    names = {f"{name} ({epochs[name]})": (name,) for name in ALL if name in epochs}
+    names["mean"] = tuple(epochs)
 
-    def one(key: tuple[str, int], workload: str) -> str:
-        return shown(mean([of.loss for of in found.get(key, []) if of.workload == workload]))
+    def one(key: tuple[str, int], workloads: Sequence[str]) -> str:
+        return shown(mean([of.loss for of in found.get(key, []) if of.workload in workloads]))
 
     return crossed(
         "workload (epochs)", names, {key[0]: key for key in SHOWN}, lambda w, key: one(key, w)
