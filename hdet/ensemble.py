@@ -317,10 +317,9 @@ class Ensemble:
         return self._guard(phase)
 
     def check_at_rest(self, name: str) -> None:
-        """Raises ValueError inside `explore`, `rescheduling`, ``replicas.use`` or
-        ``optimizer.averaged``, and for a closure that a trial calls. ``name``: of what is refused
-        there."""
-        self._cycles.check_at_rest(name)
+        """Raises ValueError inside `explore`, `rescheduling` or ``replicas.use``, and for a closure
+        that a trial calls. ``name``: of what is refused there."""
+        self._cycles.check_at_rest(name, takes_averages=True)  # which may be exported
 
     def forget_losses(self) -> None:
         """The losses of the running cycle do not count."""

@@ -125,16 +125,16 @@ class Cycles:
 
     # -- where a call may stand --------------------------------------------------------------------
 
-    def check_at_rest(self, name: str) -> None:
+    def check_at_rest(self, name: str, takes_averages: bool = False) -> None:
         """Raises ValueError where a replica is in ``use``, explores, an arm of a trial or an
         average over time is in its place, or inside `rescheduling`. ``name``: of the Ensemble's
-        method that was called."""
+        method that was called. ``takes_averages``: may it be of averages over time?"""
         where = None
         if self.replicas.in_use:
             where = "`with replicas.use(k):`; it is of all replicas"
         elif self.fan_out.explored is not None:
             where = "`with ensemble.explore():`, where values are a replica's"
-        elif getattr(self.optimizer, "is_averaged", False):
+        elif getattr(self.optimizer, "is_averaged", False) and not takes_averages:
             where = "`with optimizer.averaged():`, where the parameters are an average over time"
         if where is not None:
             raise ValueError(f"ensemble.{name}() was called inside {where}: call it after")
