@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -204,10 +205,12 @@ class CMakeBuild(build_ext):
         if not include.exists():
             shutil.copytree(pybind11.get_include(), f"{include}.new", dirs_exist_ok=True)
             os.rename(f"{include}.new", include)
+        sources = runpy.run_path(str(ROOT / "src/hdet/kernels/native/sources.py"))
         options += [
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}",
             f"-DHDET_PYBIND11_INCLUDE={include}",
+            f"-DHDET_SOURCES={sources['digest_of'](ROOT / 'csrc')}",
         ]
         code = _run(find_tool("cmake"), "-S", ROOT, "-B", build, "-G", "Ninja", *options)
         return build if code == 0 else None

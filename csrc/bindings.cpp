@@ -165,7 +165,7 @@ PYBIND11_MODULE(_C, m) {
   for (const char* name :
        {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"})
     m.attr(name) = info[name];
-  m.attr("INTERFACE") = 17;  // see hdet/kernels/native/__init__.py
+  m.attr("SOURCES") = HDET_SOURCES;  // hdet/kernels/native/sources.py
   m.attr("RULES") = hdet::kRulesDigest;
   m.attr("CARRIED") = hdet::kCarried;
   m.attr("CODE_BLOCK") = hdet::kCodeBlock;

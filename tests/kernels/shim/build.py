@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pybind11
 
+from hdet.kernels.native.sources import digest_of
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 SOURCES = ROOT / "csrc"
@@ -49,6 +51,7 @@ FLAGS += [
 # Without OpenMP and with one instruction set: the CPU backend is here to compare with.
 DEFINES = {
     "VERSION": '"shim"',
+    "SOURCES": f'"{digest_of(SOURCES)}"',
     "COMPILER": '"shim"',
     "CUDA_COMPILER": '"shim"',
     "CUDA_ARCHS": '"90"',
