@@ -12,6 +12,7 @@ from .controllers.probe import ProbeController as ProbeController
 from .controllers.shadow import Shadow as Shadow
 from .controllers.softmax import SoftmaxController as SoftmaxController
 from .converge.sync import Sync as Sync
+from .core.clock import QuadraticPeriod as QuadraticPeriod
 from .core.controller import Controller as Controller
 from .core.divergence import Divergence as Divergence
 from .core.evidence import Evidence as Evidence

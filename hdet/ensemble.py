@@ -29,6 +29,7 @@ from .run.mistakes import (
     refuse_eval_mode,
     warn_of_less_control,
     warn_of_lost_state,
+    warn_of_unknown_period,
 )
 from .run.prepare import prepare
 from .run.same_run import Agreement
@@ -72,8 +73,8 @@ class Ensemble:
     Keep it for as long as the run lasts: one that is dropped is closed. Between steps param_groups,
     and whatever else a knob moves, hold base values, the same on all ranks. Only the first step,
     the end of a cycle and a trial communicate.
-    Replicas that cannot differ and are bitwise equal are not touched: spread 0 is bitwise
-    data-parallel training.
+    Replicas that cannot differ and are bitwise equal are not touched, but by an outer step: spread
+    0 is bitwise data-parallel training.
 
     Example::
 
@@ -133,8 +134,8 @@ class Ensemble:
             if search is not None:
                 search.attach(Searched(
                     search.model, optimizer, run.replicas, run.schedule.peak_rates,
-                    not run.is_local, self._fan_out.aside, run.sync.refresh is not None,
-                    run.schedule.find_doubt,
+                    not run.is_local or bool(run.sync.begin), self._fan_out.aside,
+                    run.sync.refresh is not None, run.schedule.find_doubt,
                 ))  # fmt: skip
                 search.done = search.done or not run.engine.is_searching
                 attached.callback(search.detach)
@@ -220,6 +221,7 @@ class Ensemble:
         with self._guard("agreement"):
             self._agreement.check()
         self._cycles.parameters.moments.check()
+        warn_of_unknown_period(self._engine)
         if self._lost_state:  # unless the Ensemble's state was loaded meanwhile
             warn_of_lost_state(self._lost_state)
             self._lost_state = ""
@@ -242,6 +244,7 @@ class Ensemble:
                 if knob.key == "lr":
                     notes += knob.move(Decision(factor=factor))
             self._schedule.write()
+            self._engine.note_rate()
         if factor < 1:  # the first weights are in place again
             self._cycles.note_restore()
             search.note_restart()
@@ -299,6 +302,7 @@ class Ensemble:
         knob = self._schedule.named(name)
         knob.set(float(value))
         self._schedule.write()
+        self._engine.note_rate()
         if self.search is not None and knob.spec.rate:
             self.search.give_up("set_value() has set the rate")
 
@@ -329,7 +333,10 @@ class Ensemble:
             self._schedule.simulate(self.optimizer, schedulers)
         except ValueError as error:
             self._schedule.doubt = str(error)
-        if any(knob.grid.values for knob in self.knobs) and not self.has_begun:
+        if self.has_begun:
+            return
+        self._engine.note_rate()
+        if any(knob.grid.values for knob in self.knobs):
             self._engine.restart()  # they are tried as multiples of the peak
             self._cycles.begin()
 

@@ -84,8 +84,10 @@ class Schedule:
         places = [(i, knob.key, knob.entry) for knob in self._moved for i in knob.indices]
         course = simulate(schedulers, optimizer, self.total_steps, places)
         highest, lowest, self._rows = iter(course.highest), iter(course.lowest), course.rows
+        peak_steps = iter(course.peak_steps)
         for knob in self._moved:
             knob.simulated = [(next(highest), next(lowest)) for _ in knob.indices]
+            knob.peak_steps = [next(peak_steps) for _ in knob.indices]
             knob.note_peaks()
 
     def advance(self) -> bool:

@@ -25,6 +25,8 @@ __all__ = ["Course", "apply_factor", "has_begun", "simulate", "simulate_rates"]
 
 UNKNOWN = 10_000
 """Steps that are simulated where the length of the run is not known."""
+SAME = 1e-6
+"""Values that differ by this part of them are one peak, with other roundings."""
 COMPARED = 1000
 """First steps whose values are kept, to be compared with those of the run."""
 _NOT_COPIED = (type, torch.Tensor, nn.Module, Optimizer, Dataset, DataLoader)
@@ -38,6 +40,8 @@ class Course:
 
     highest: list[float]
     lowest: list[float]
+    peak_steps: list[int]
+    """Steps done when each is at its highest value first."""
     rows: dict[int, list[float]]
     """By ``last_epoch`` of the first scheduler, of the first steps."""
 
@@ -203,6 +207,7 @@ def _run(
     cells = [(groups[number], key, entry) for number, key, entry in places]
     read = lambda: [float(g[key] if entry is None else g[key][entry]) for g, key, entry in cells]
     highest, lowest, rows = read(), read(), dict[int, list[float]]()
+    peak_steps = [0] * len(cells)
     for step in range(length if schedulers else 0):
         for one, period in zip(schedulers, periods, strict=True) if step else ():
             if step % period == 0:
@@ -211,9 +216,13 @@ def _run(
                 except Exception:
                     if step == period:
                         raise
-                    return Course(highest, lowest, rows)  # the schedule is shorter than the run
+                    # the schedule is shorter than the run
+                    return Course(highest, lowest, peak_steps, rows)
         row = read()
+        for i, value in enumerate(row):
+            if value > highest[i] + SAME * abs(highest[i]):
+                peak_steps[i] = step
         highest, lowest = list(map(max, highest, row)), list(map(min, lowest, row))
         if step < COMPARED:
             rows[getattr(schedulers[0], "last_epoch", -1)] = row
-    return Course(highest, lowest, rows)
+    return Course(highest, lowest, peak_steps, rows)

@@ -62,6 +62,8 @@ REFUSED: list[Row] = [
     (lambda: average(ONE.long()), "tensor 1 has dtype torch.int64"),
     (lambda: average(ONE.to_sparse()), "tensor 1 has layout torch.sparse_coo"),
     (lambda: average(ONE, 10), "bucket_bytes"),
+    *each(lambda nu: hdet.warm_noise_([ONE], nu), nu=[-0.1, NAN, math.inf]),
+    (lambda: hdet.warm_noise_([ONE, ONE.long()]), "parameter 1.*int64"),
     *each(auto, "'device' or 'host'", place=["disk"]),
     *each(auto, "for 3 % write 0.03", budget=[1.0]),
     *each(auto, "batch, got a function and a list_iterator", val_batches=[(loss_of, iter([1]))]),

@@ -20,8 +20,8 @@ from . import (
     horizon,
     outer,
     paper,
+    quality,
     ranks,
-    schedule_free,
     scoreboard,
     seconds,
     several,
@@ -33,9 +33,8 @@ from .workloads import CHANGING, FIELDS, FROM_ZERO, MISLEADING, NOT_TO_ZERO, TES
 
 PAGES = ("docs/evidence/autolr.md", "docs/evidence/replicas.md", "docs/results.md")
 OTHERS: dict[str, Any] = {
-    "First tries": first_tries, "More ranks": ranks, "Time": seconds, "Scoreboard": scoreboard,
-    "Schedule-free": schedule_free, "Horizon": horizon, "Paper": paper, "Outer step": outer,
-    "Several knobs": several,
+    "Main job": quality, "First tries": first_tries, "More ranks": ranks, "Time": seconds,
+    "Horizon": horizon, "Paper": paper, "Outer step": outer, "Several knobs": several,
 }  # fmt: skip
 OTHER = (1500, 30_000, 100_000)
 """Lengths of which the same trials say something, too."""
@@ -196,6 +195,10 @@ def report() -> dict[str, str]:
         **{
             name: module.EXPERIMENT.table(module.EXPERIMENT.read())
             for name, module in OTHERS.items()
+        },
+        **{
+            f"Scoreboard: {spaced(steps)} steps": scoreboard.table(lot)
+            for steps, lot in grouped(scoreboard.EXPERIMENT.read(), "steps").items()
         },
         **{
             f"Other methods: {problem}": found

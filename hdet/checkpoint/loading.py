@@ -195,7 +195,8 @@ class SavedState:
         optimizer.load_state_dict(self.optimizer)
         average = self.parts.get("average") or {}
         if ours.averaged.keys() <= average.keys():  # of a run without it nothing: it begins again
-            ensemble.averager.load_state([average[name] for name in ours.averaged])
+            rows = zip(*(average[name] for name in ours.averaged), strict=True)
+            ensemble.averager.load_state([*chain(*rows)])
 
     def load_extra(self, undo: Undo) -> None:
         """Objects load their state; plain values are replaced."""

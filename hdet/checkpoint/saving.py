@@ -114,8 +114,10 @@ def _encode_parts(
     parts["optimizer"] = _optimizer_part(run, inventory)
     kept = run.ensemble.averager.state()
     if kept:
-        params = inventory.averaged.items()
-        parts["average"] = {n: like(t, p) for (n, p), t in zip(params, kept, strict=True)}
+        params, count = inventory.averaged.items(), len(inventory.averaged)
+        parts["average"] = {
+            n: [like(tensor, p) for tensor in kept[i::count]] for i, (n, p) in enumerate(params)
+        }
     parts["ensemble"] = run.ensemble.state_dict()
     if run.extra is not None:
         items = run.extra.items()

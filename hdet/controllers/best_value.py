@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
 
 from ..core.evidence import Evidence, Run
 from ..core.plan import Decision, Plan
@@ -14,7 +16,7 @@ from .near_peak import NearPeak
 
 __all__ = ["BestValueController"]
 
-Points = Sequence[Sequence[float]]
+Points = Sequence[tuple[float, float]]
 """[(multiplier, mean training loss of the replicas that had it)], in the order of multipliers."""
 
 
@@ -25,6 +27,8 @@ class BestValueController(NearPeak):
     First, where a knob has values, multipliers or a ratio: after ``cycles`` cycles its base value
     moves to the one with the lowest mean training loss. Replicas try another one in each cycle, so
     what their data do is averaged out. One with a loss that is missing or not finite never wins.
+    A replica without a finite loss at any of several values is left out; where it alone had tried
+    a value, nothing moves.
     Then half of the replicas train a little above the base value and half below, as far as the
     knob's spread says or else ``spread``. It moves to that half if its loss was lower in each of
     ``cycles`` cycles: without an effect that happens in 2 of 2**cycles decisions.
@@ -57,7 +61,7 @@ class BestValueController(NearPeak):
         "cycle": COUNT,
         "has_chosen": FLAG,
         "corrections": list_of(number(1e-100)),
-        "window": list_of(list_of(list_of(list_of(number(-math.inf, math.inf), 2)))),
+        "window": list_of(list_of(list_of(number(-math.inf, math.inf)))),
     }
 
     def __init__(
@@ -72,12 +76,24 @@ class BestValueController(NearPeak):
         """Is there nothing left to choose from but halves?"""
         self.corrections: list[float] = []
         """[knob]: while it was watched."""
-        self.window: list[list[Points]] = []
-        """[cycle watched][knob]."""
+        self.window: list[list[Sequence[float]]] = []
+        """[cycle watched]: losses, infinite where one is missing, and the multipliers of each knob,
+        by replica."""
+
+    def check_state(self, state: Any) -> dict[str, Any]:
+        values = super().check_state(state)
+        rows = 1 + len(values["corrections"])
+        if any(len(c) != rows or len({*map(len, c)}) > 1 for c in values["window"]):
+            raise ValueError(
+                f"the {type(self).__name__}'s window has rows of other lengths than the run has "
+                "knobs and replicas: it is damaged"
+            )
+        return values
 
     def start(self, run: Run) -> None:
         super().start(run)
         self._names, self._replicas = [knob.name for knob in run.knobs], run.replicas
+        self._seed = run.seed
         self._scales = [knob.scale for knob in run.knobs]
         grids = [knob.grid for knob in run.knobs]
         self._spreads = [grid.spread or self.spread * grid.explores for grid in grids]
@@ -102,7 +118,10 @@ class BestValueController(NearPeak):
         signs = [-1] * half + [0] * rest + [1] * half
         return Plan(
             multipliers=[
-                [1 + spread * signs[place] for place in assignment(0, self.cycle, name, count)]
+                [
+                    1 + spread * signs[place]
+                    for place in assignment(self._seed, self.cycle, name, count)
+                ]
                 for name, spread in zip(self._names, self._spreads, strict=True)
             ]
         )
@@ -117,16 +136,20 @@ class BestValueController(NearPeak):
             self.window, self.corrections = [], list(evidence.corrections)
         if not counts or not any(loss is not None for loss in evidence.losses):
             return nothing
-        self.window.append([_points(row, evidence.losses) for row in evidence.multipliers])
+        losses = [math.inf if loss is None else loss for loss in evidence.losses]
+        self.window.append([losses, *evidence.multipliers])
         if len(self.window) < self.cycles:
             return nothing
-        windows, self.window = list(zip(*self.window, strict=True)), []
         found = [
-            _better_half(window) if self.has_chosen else _best(window) if chooses else None
-            for window, chooses in zip(windows, self._chooses, strict=True)
+            _better_half(_points(self.window, k, 1))
+            if self.has_chosen
+            else _best(_points(self.window, k, 2))
+            if chooses
+            else None
+            for k, chooses in enumerate(self._chooses)
         ]
         is_lost = [not self.has_chosen and chooses for chooses in self._chooses]
-        self.has_chosen = True
+        self.window, self.has_chosen = [], True
         return [
             Decision(note="stays: no value had finite losses in each cycle")
             if best is None and lost
@@ -144,25 +167,40 @@ class BestValueController(NearPeak):
         return Decision(factor=scale.factor_to(best), note=note)
 
 
-def _points(multipliers: Sequence[float], losses: Sequence[float | None]) -> Points:
-    """The loss is infinite where one of them is missing."""
-    by_value: dict[float, list[float]] = {}
-    for rho, loss in sorted(zip(multipliers, losses, strict=True), key=lambda pair: pair[0]):
-        by_value.setdefault(rho, []).append(math.inf if loss is None else loss)
-    return [[rho, math.fsum(of) / len(of)] for rho, of in by_value.items()]
+def _points(window: Sequence[Sequence[Sequence[float]]], k: int, several: int) -> list[Points]:
+    """[cycle] of knob k. Replicas without a loss at so many values are broken; it is NaN where
+    nobody else has tried a value."""
+    every = [list(zip(rows[0], rows[1 + k], strict=True)) for rows in window]
+    broken = {
+        replica
+        for replica, pairs in enumerate(zip(*every, strict=False))
+        if all(loss == math.inf for loss, _ in pairs) and len({rho for _, rho in pairs}) >= several
+    }
+    cycles: list[Points] = []
+    for pairs in every:
+        by_value: dict[float, list[float]] = {rho: [] for rho in sorted(rho for _, rho in pairs)}
+        for replica, (loss, rho) in enumerate(pairs):
+            if replica not in broken:
+                by_value[rho].append(loss)
+        cycles.append([(rho, fmean(of) if of else math.nan) for rho, of in by_value.items()])
+    return cycles
 
 
-def _best(window: Sequence[Points]) -> float | None:
-    """The multiplier with the lowest loss over all cycles, of those that were tried in each."""
-    cycles = [{rho: loss for rho, loss in points} for points in window]
-    totals = {rho: sum(losses.get(rho, math.inf) for losses in cycles) for rho in cycles[0]}
-    finite = [rho for rho, total in totals.items() if math.isfinite(total)]
-    return min(finite, key=totals.__getitem__, default=None)
+def _best(cycles: Sequence[Points]) -> float | None:
+    """The multiplier with the lowest loss over all cycles, of those that were tried in each. They
+    are known by their order, because a bound moves some where the schedule moves."""
+    if len({len(points) for points in cycles}) > 1:
+        return None
+    totals = [sum(loss for _, loss in same) for same in zip(*cycles, strict=True)]
+    if any(math.isnan(total) for total in totals):
+        return None
+    total, (best, _) = min(zip(totals, cycles[-1], strict=True))
+    return best if math.isfinite(total) else None
 
 
-def _better_half(window: Sequence[Points]) -> float | None:
+def _better_half(cycles: Sequence[Points]) -> float | None:
     """The multiplier of the half that was better in each cycle."""
     for better, other in ((0, -1), (-1, 0)):
-        if all(points[better][1] < points[other][1] for points in window):
-            return window[0][better][0]
+        if all(points[better][1] < points[other][1] for points in cycles):
+            return cycles[0][better][0]
     return None

@@ -28,6 +28,8 @@ class Task:
     """Upper bound of the extra memory of a plain average."""
     gradients: str = "shared"
     """"shared" or "local"."""
+    explores: bool = True
+    """May replicas differ by their knobs?"""
 
     def parts(self) -> list[Part]:
         """All that is averaged, as it lies on this rank: the tensors with their masters, then the
@@ -49,18 +51,21 @@ class Averaging:
     """Does each replica need a process of its own?"""
     needs_rates_only: ClassVar[bool] = False
     """May replicas differ in learning rates only?"""
+    moves_equal: ClassVar[bool] = False
+    """Does it move replicas that are equal, and one alone?"""
 
     def build(self, task: Task) -> Averager:
-        """The averager for this task; of one replica, one that does nothing.
+        """The averager for this task; of one replica, one that does nothing, unless the way
+        `moves_equal` ones.
 
         Raises:
             ValueError: the task cannot be done, by name and with the way out. Nothing is changed.
         """
-        return Averager(task) if task.replicas.count == 1 else self.make_averager(task)
+        is_alone = task.replicas.count == 1 and not self.moves_equal
+        return Averager(task) if is_alone else self.make_averager(task)
 
     def make_averager(self, task: Task) -> Averager:
-        """For two replicas or more: the plain one, unless a subclass has another. Raises as
-        `build`."""
+        """The plain one, unless a subclass has another. Raises as `build`."""
         return Averager(task)
 
 
@@ -103,8 +108,9 @@ class Averager:
         return None
 
     def state(self) -> list[torch.Tensor]:
-        """What goes on from one cycle to the next and belongs into a checkpoint: a tensor for each
-        parameter (for each shard of this rank), equal on all replicas after an average; or []."""
+        """What goes on from one step to the next and belongs into a checkpoint: a tensor for each
+        parameter (for each shard of this rank), or several such lists in a row; equal on all
+        replicas after an average."""
         return []
 
     def load_state(self, tensors: Sequence[torch.Tensor]) -> None:

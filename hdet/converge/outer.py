@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,10 +31,14 @@ class Outer(Averaging):
 
     Buffers get their plain mean. Masters are stepped, and their 16-bit parameters written with
     them. `Ensemble.converge` in the middle of a cycle is the plain mean; the next outer step is
-    over what follows, with the momentum that there is. hdet.checkpoint saves v; loading an
-    optimizer's state without it begins at 0 again.
+    over what follows, with the momentum that there is. hdet.checkpoint saves v, and a where one
+    worker is in the middle of a cycle; loading an optimizer's state without them begins again.
 
-    Sends what `Plain` does, and a digest of 16 bytes for each replica. Extra memory beside its
+    One worker is enough (SNOO, arXiv 2510.15830): one replica, in one process or in shards
+    (FSDP2), or replicas that share gradients and are equal, because no knob has a spread or there
+    is a search without a controller. These act as one, to rounding.
+
+    Several send what `Plain` does, and a digest of 16 bytes each. Extra memory beside the
     bucket: 4 bytes an element for a, 4 for v (float64: 8 and 8), and during an average 4 for a
     16-bit parameter without a float32 master.
 
@@ -43,14 +47,17 @@ class Outer(Averaging):
         momentum: in [0, 1).
 
     Raises:
-        ValueError: a rate or a momentum outside of its interval; of `build`, shared gradients:
-            replicas part by what their knobs do then, which an outer step would enlarge.
+        ValueError: a rate or a momentum outside of its interval; of `build`, replicas that share
+            gradients and differ by their knobs, which an outer step would enlarge; a
+            schedule-free optimizer.
 
     Example::
 
         outer = hdet.converge.Outer(rate=0.7, momentum=0.9)
         sync = hdet.Sync(50, converge=outer, gradients="local", moments="keep")
     """
+
+    moves_equal: ClassVar[bool] = True
 
     rate: float = 0.7
     momentum: float = 0.9
@@ -61,10 +68,11 @@ class Outer(Averaging):
         within(self.momentum, "momentum", "[0, 1)")
 
     def make_averager(self, task: Task) -> Averager:
-        if task.gradients != "local":
+        if task.replicas.count > 1 and task.gradients != "local" and task.explores:
             raise ValueError(
-                "Outer needs gradients='local': replicas that share gradients have taken one step "
-                "together, and there is nothing for an outer one to add; use Plain()"
+                "Outer needs gradients='local' where replicas differ by their knobs: with shared "
+                "ones an outer step would enlarge what they differ by. Pass gradients='local' and "
+                "a choice of moments, or let all act as one: knobs=[hdet.LearningRate(spread=0)]"
             )
         if is_schedule_free(task.optimizer):
             raise ValueError(
@@ -83,6 +91,8 @@ class _Outer(Averager):
         self._n_parameters = sum(id(tensor) in owned for tensor in task.tensors)
         self._origins: list[torch.Tensor] = []
         """a of each parameter, in the wire's dtype; empty before the first cycle."""
+        self._is_under_way = self._is_loaded = False
+        """Are they the beginning of the running cycle? Has a checkpoint brought them?"""
         self._sgd: torch.optim.Optimizer
         """Steps them."""
         self._sent = sent = list[Part]()  # always this list, so that buckets need not hold self
@@ -90,19 +100,28 @@ class _Outer(Averager):
 
     def _forget(self, *_: Any) -> None:
         self.idle, self._origins = True, []
+        self._is_under_way = self._is_loaded = False
 
     def complete(self, shares: Sequence[float]) -> None:
         self._average_plainly(shares)  # the momentum stays
+        self._is_under_way = self._is_loaded = False
 
     @torch.no_grad()
     def on_cycle_start(self) -> None:
-        parts = self.task.parts()[: self._n_parameters]
-        if not self._origins:
-            self._make_optimizer(parts)
-        for origin, part in zip(self._origins, parts, strict=True):
-            origin.copy_(_exact_value(part))
+        if not self._is_loaded:
+            parts = self._parts()
+            for origin, part in zip(self._made_origins(parts), parts, strict=True):
+                origin.copy_(_exact_value(part))
+        self._is_under_way, self._is_loaded = True, False
 
-    def _make_optimizer(self, parts: Sequence[Part]) -> None:
+    def _parts(self) -> list[Part]:
+        """Of the parameters."""
+        return self.task.parts()[: self._n_parameters]
+
+    def _made_origins(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+        """And what steps them, made if they are not there."""
+        if self._origins:
+            return self._origins
         s = self._settings
         self._origins = [torch.empty_like(part.tensor, dtype=part.wire) for part in parts]
         fused = all(p.wire == torch.float32 and p.tensor.is_contiguous() for p in parts)
@@ -119,10 +138,11 @@ class _Outer(Averager):
                 "step": torch.ones((), device=origin.device),
                 "momentum_buffer": torch.zeros_like(origin),
             }
+        return self._origins
 
     @torch.no_grad()
     def end_cycle(self, shares: Sequence[float]) -> list[str]:
-        if not self._origins:  # a state was loaded within the cycle, perhaps on this rank alone
+        if not self._is_under_way:  # a state was loaded in it, perhaps on this rank alone
             self.on_cycle_start()
         if not self._have_begun_alike():
             self.complete(shares)
@@ -137,6 +157,7 @@ class _Outer(Averager):
         for origin, part in zip(self._origins, parts, strict=False):
             origin.grad = None
             store(origin, part.tensor, part.master)
+        self._is_under_way = False
         return []
 
     def _average_displacements(
@@ -154,23 +175,33 @@ class _Outer(Averager):
 
     def _have_begun_alike(self) -> bool:
         """And with the same momentum? Only then are replicas equal after the step."""
-        own = digest([*self._origins, *self.state()]).to(self._origins[0].device)
-        rows = self.task.replicas.sum_rows(own, purpose="the outer step")
+        replicas = self.task.replicas
+        if replicas.count == 1:
+            return True
+        own = digest([*self._origins, *self._momenta()]).to(self._origins[0].device)
+        rows = replicas.sum_rows(own, purpose="the outer step")
         return bool((rows == rows[0]).all())
 
+    def _momenta(self) -> list[torch.Tensor]:
+        states = (self._sgd.state[origin] for origin in self._origins)
+        return [state["momentum_buffer"] for state in states] if self._settings.momentum else []
+
     def state(self) -> list[torch.Tensor]:
-        if not self._settings.momentum:
-            return []
-        if not self._origins:
-            self.on_cycle_start()
-        return [self._sgd.state[origin]["momentum_buffer"] for origin in self._origins]
+        origins = self._made_origins(self._parts())
+        if not self._is_under_way and not self._is_loaded:
+            return self._momenta()
+        return [*(self._momenta() or map(torch.zeros_like, origins)), *origins]
 
     @torch.no_grad()
     def load_state(self, tensors: Sequence[torch.Tensor]) -> None:
-        momenta = self.state()
-        new = tensors or [torch.zeros(())] * len(momenta)
-        for momentum, loaded in zip(momenta, new, strict=False):
-            momentum.copy_(loaded)
+        origins = self._made_origins(self._parts())
+        count = len(origins)
+        momenta = tensors[:count] or [torch.zeros(())] * count
+        for own, loaded in zip(self._momenta(), momenta, strict=False):
+            own.copy_(loaded)
+        for own, loaded in zip(origins, tensors[count:], strict=False):
+            own.copy_(loaded)
+        self._is_under_way, self._is_loaded = False, len(tensors) > count
 
 
 def _exact_value(part: Part) -> torch.Tensor:

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..core.validate import whole
+from ..core.clock import QuadraticPeriod
+from ..core.validate import whole, within
 from .base import Averaging, Plain
 from .buckets import DEFAULT_BUCKET_BYTES
 
@@ -28,7 +29,8 @@ class Sync:
     """When and how replicas are averaged: ``Ensemble(..., sync=hdet.Sync(50))``.
 
     Args:
-        every: T, optimizer steps between averages, >= 1.
+        every: T, optimizer steps between averages, >= 1, or a `QuadraticPeriod`. The end of the run
+            ends a cycle, so that its length averages once, at the end.
         converge: the way of averaging, from hdet.converge (docs/converge.md tells when another one
             pays).
         gradients: ``"shared"``: all replicas step with the same all-reduced gradient. ``"local"``:
@@ -39,6 +41,13 @@ class Sync:
             ``"keep"``, ``"average"`` or ``"reset"`` (hdet/run/moments.py tells what follows from
             each). Needed with shared ones, too, if a knob makes moments differ (betas, clipping):
             then ``"average"`` or ``"reset"``.
+        begin: with local gradients, the optimizer step from which they are local, or the part of
+            the run before it, a float in (0, 1) (post-local SGD, Lin et al. 2018, arXiv 1808.07217;
+            with one average at the end SWAP, arXiv 2001.02312). Until then replicas train alike, as
+            data parallelism does: without averages, spread, or outer steps, and nothing controls;
+            an AutoLR that searches puts it off. Gradients are averaged by the model's
+            DistributedDataParallel, over replicas of one process each, whose all-reduce is turned
+            off there: leave ``no_sync()`` out.
         buffers: further floating-point tensors to average (running statistics of BatchNorm), or a
             module: all it has at the time, but for those in 8 bits, also where a forward pass has
             put a new tensor in a buffer's place, which a list of tensors would miss. Co-resident
@@ -62,18 +71,29 @@ class Sync:
         ensemble = hdet.Ensemble(optimizer, scheduler, sync=sync)
     """
 
-    every: int = 1000
+    every: int | QuadraticPeriod = 1000
     _: KW_ONLY
     converge: Averaging = field(default_factory=Plain)
     gradients: str = "shared"
     moments: str | None = None
+    begin: int | float = 0
     buffers: Iterable[torch.Tensor] | nn.Module = ()
     tied: Sequence[Tied] = ()
     refresh: Callable[[], object] | None = None
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
     def __post_init__(self) -> None:
-        whole(self.every, "every", of="steps")
+        if not isinstance(self.every, QuadraticPeriod):
+            whole(self.every, "every", of="steps")
+        if isinstance(self.begin, float):
+            within(self.begin, "begin", "(0, 1)", "a float is a part of the run, an int a step")
+        else:
+            whole(self.begin, "begin", 0, of="steps")
+        if self.begin and self.gradients != "local":
+            raise ValueError(
+                f"begin is {self.begin!r}, from where each replica has its own gradients: pass "
+                "gradients='local' and a choice of moments, or leave begin out"
+            )
         if self.gradients not in ("shared", "local"):
             raise ValueError(
                 "gradients must be 'shared' (all-reduced every step, as under DDP) or 'local' "
@@ -94,3 +114,8 @@ class Sync:
             raise TypeError(
                 f"refresh must be callable as refresh(), got {type(self.refresh).__name__}"
             )
+
+    @property
+    def shortest(self) -> int:
+        """T, or the least one."""
+        return self.every.least if isinstance(self.every, QuadraticPeriod) else self.every

@@ -9,7 +9,7 @@ import math
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from .clock import Clock
@@ -22,7 +22,7 @@ from .value import Value
 
 __all__ = ["STATE_VERSION", "CycleOutcome", "Engine"]
 
-STATE_VERSION = 4
+STATE_VERSION = 5
 COUNTS = ("cycle", "step", "position", "rollbacks", "rollbacks_in_row", "diverged_total")
 NAME = instance(str, "a name")
 IDENTITY = {"version": number(), "knobs": list_of(NAME), "controller": optional(NAME)}
@@ -106,10 +106,46 @@ class Engine:
         self.searches = self.is_searching = searches
         """`is_searching`: has the running cycle begun before the search was over?"""
         self._said_no_loss = False
+        self._interval: int | None = None
         self._plan: Plan | None = None
         self._table: list[list[float]] | None = None
 
     # -- the running cycle -------------------------------------------------------------------------
+
+    @property
+    def first(self) -> int:
+        """Steps done before it."""
+        return self.step - self.position
+
+    @property
+    def interval(self) -> int:
+        """T of it, decided once, from the rate where it begins."""
+        if self._interval is None:
+            rate = self.coming_rate() if self.clock.period else None
+            self._interval = self.clock.interval(self.first, rate)
+        return self._interval
+
+    def coming_rate(self) -> float | None:
+        """By which periods grow; None where no schedule of a rate is known."""
+        rates = (value.coming_value(self.step) for value in self.values if value.spec.rate)
+        return max((rate for rate in rates if rate is not None), default=None)
+
+    def note_rate(self) -> None:
+        """Somebody has moved it, or its schedule is another one: T is decided again."""
+        self._interval = None
+
+    @property
+    def steps_left(self) -> int:
+        """To its end, or that of the run."""
+        left, total = self.interval - self.position, self.clock.total_steps
+        return left if total is None else min(left, max(0, total - self.step))
+
+    @property
+    def may_part(self) -> bool:
+        """Or do replicas share gradients and train alike? They do until `Sync.begin`, and until a
+        search that is under way there is over."""
+        begin = self.clock.begin
+        return not begin or (self.first >= begin and not self.is_searching)
 
     @property
     def plan(self) -> Plan:
@@ -140,7 +176,9 @@ class Engine:
 
     @property
     def explores(self) -> bool:
-        """Can replicas differ in the running cycle?"""
+        """Can replicas differ by their knobs in the running cycle?"""
+        if not self.may_part:
+            return False
         if self.plan.multipliers is not None:
             return any(len(set(row)) > 1 for row in self.multipliers())
         spreads = self.plan.spread and any(knob.grid.explores for knob in self.knobs)
@@ -151,7 +189,7 @@ class Engine:
         to be written to."""
         if self._table is not None:  # kept: at 1 024 replicas hashing is most of a cycle's cost
             return self._table
-        if self.plan.multipliers is not None:
+        if self.plan.multipliers is not None and self.may_part:
             self._table = [list(row) for row in self.plan.multipliers]
         elif self.explores:
             self._table = table_of(self.design, self.seed, self.cycle, self.values, self.replicas)
@@ -168,7 +206,8 @@ class Engine:
         self.position += 1
         if self.step - 1 == self.clock.total_steps:
             self.clock.warn_of_more_steps()
-        return self.position >= self.clock.sync_interval or self.step == self.clock.total_steps
+        interval = self._interval or self.interval  # a call less in each step
+        return self.position >= interval or self.step == self.clock.total_steps
 
     def restart(self) -> None:
         """Other weights were restored: the controller plans the running cycle again."""
@@ -208,7 +247,7 @@ class Engine:
         rows_of_values = zip(values, self.multipliers(), strict=True)
         table = [[value.acting(rho) for rho in row] for value, row in rows_of_values]
         decisions, evidence = [Decision()] * len(values), None
-        if self.controller is not None and self.clock.controls(self.step):
+        if self.controller is not None and self.clock.controls(self.first):
             evidence = Evidence(
                 cycle=self.cycle, step=self.step if step is None else step,
                 knobs=[value.name for value in values], multipliers=table, losses=losses,
@@ -218,8 +257,9 @@ class Engine:
                 values=[value.base_value() for value in values],
                 corrections=[value.correction for value in values],
                 highest=[value.highest_value() for value in values],
-                decisions_left=self.clock.decisions_left(self.step),
-                local=local, measured=rows, **asdict(self.clock),
+                decisions_left=self.clock.decisions_left(self.step, self.interval),
+                local=local, measured=rows, sync_interval=self.interval,
+                warmup_steps=self.clock.warmup_steps, total_steps=self.clock.total_steps,
             )  # fmt: skip
             if self.is_searching:
                 self.controller.observe(evidence)
@@ -241,7 +281,7 @@ class Engine:
     def _notes_of_missing(self, name: str, left_out: Sequence[int]) -> list[str]:
         """Of those whose numbers the controller would have read; of a loop without losses, once."""
         controller = self.controller
-        if controller is None or self.is_searching or not self.clock.controls(self.step):
+        if controller is None or self.is_searching or not self.clock.controls(self.first):
             return []
         if controller.needs_replicas and not self.explores:
             return []
@@ -264,11 +304,11 @@ class Engine:
 
     def _end(self, next_plan: Plan, **outcome: Any) -> CycleOutcome:
         ended = CycleOutcome(
-            cycle=self.cycle, begin=self.step - self.position, plan=self.plan,
+            cycle=self.cycle, begin=self.first, plan=self.plan,
             observed=self.is_searching, **outcome,
         )  # fmt: skip
         self.cycle, self.position = self.cycle + 1, 0
-        self._plan, self._table = next_plan, None
+        self._plan, self._table, self._interval = next_plan, None, None
         return ended
 
     # -- divergence --------------------------------------------------------------------------------
@@ -306,6 +346,7 @@ class Engine:
             "controller": None if controller is None else controller.name,
             **{name: getattr(self, name) for name in COUNTS},
             "is_searching": self.is_searching,
+            "interval": self.interval,
             "seed": self.seed,
             "level": self.level,
             "controller_state": None if controller is None else controller.state_dict(),
@@ -325,6 +366,7 @@ class Engine:
         fields = {
             **dict.fromkeys(COUNTS, COUNT),
             "is_searching": FLAG,
+            "interval": COUNT,
             "seed": number(whole=True),
             "level": optional(number()),
             "controller_state": optional(MAPPING) if self.controller is None else MAPPING,
@@ -355,6 +397,8 @@ class Engine:
         for key in (*COUNTS, "seed", "level"):
             setattr(self, key, values[key])
         self.is_searching, self._plan, self._table = is_searching, plan, None
+        # One that does not grow is what this run says, also if the saved one had another.
+        self._interval = values["interval"] if self.clock.period else None
 
 
 def _finite_rows(rows: Rows) -> list[Sequence[float] | None]:

@@ -42,6 +42,8 @@ class Run:
     """Does each replica step with gradients of its own?"""
     searches: bool = False
     """Does a search move the rate in the first steps, before a controller does?"""
+    seed: int = 0
+    """Of what is drawn."""
 
     @property
     def total_steps(self) -> int | None:

@@ -46,6 +46,8 @@ class Value:
     before the first."""
     simulated: Sequence[tuple[float, float]] = ()
     """[cell]: the highest and lowest value of the untouched schedule, if it was simulated."""
+    peak_steps: Sequence[int] = ()
+    """[cell]: after how many steps it is at its highest value first."""
 
     def __init__(
         self,
@@ -84,6 +86,18 @@ class Value:
     def peaks(self) -> list[float]:
         """[cell]: the highest value of the untouched schedule, as far as it is known."""
         return [high for high, _ in self.simulated] or [float(value) for value in self.scheduled]
+
+    def coming_value(self, step: int) -> float | None:
+        """The highest of the base values after so many steps, of a cell whose schedule is still to
+        reach its peak that of the peak; None where no schedule was simulated."""
+        if self.off_schedule is not None or not self.simulated:
+            return None if self.off_schedule is None else self.base_value()
+        return max(
+            self.scale.corrected(high, self._correction_of(cell)) if step < at else float(now)
+            for cell, ((high, _), at, now) in enumerate(
+                zip(self.simulated, self.peak_steps, self.left, strict=True)
+            )
+        )
 
     def floor(self) -> float:
         """The lowest value of the untouched schedule, of the first cell; 0 is unknown."""

@@ -160,13 +160,21 @@ def wrong_settings(run: Setup) -> Iterator[str]:
         yield (
             f"ranks {brief(replicas.ranks[0])} are one replica, by what they share, so there is "
             "nothing to explore with. Start more ranks, share less (tp, cp, pp, ep, shards), or "
-            "use search=hdet.AutoLR(model), which needs one replica only"
+            "explore nothing: search=hdet.AutoLR(model), or knobs=[hdet.LearningRate(spread=0)]"
         )
     if run.search is not None and is_coresident:
         yield (
             "AutoLR trains copies of the run, for which several replicas in one process are of no "
             "use: leave replicas out"
         )
+    if sync.begin and replicas.members > 1 < replicas.count:
+        yield (
+            f"begin is {sync.begin!r}, until which DistributedDataParallel averages gradients over "
+            f"all replicas, but each is {replicas.members} ranks, which share theirs for good: "
+            "leave begin out"
+        )
+    if sync.begin and run.search is not None and run.search.best_weights is not None:
+        yield "val_batches keeps the weights of one model: leave it out with begin"
     for knob in run.knobs:
         meaning = knob.meaning
         acts_inside = (meaning.acts == "step" and knob.key != "lr") or meaning.on_gradients
@@ -358,7 +366,7 @@ def doubts(run: Setup) -> Iterator[str]:
             )
     if controller is None:
         return
-    name, total, length = controller.name, run.schedule.total_steps, run.sync.every
+    name, total, length = controller.name, run.schedule.total_steps, run.sync.shortest
     if total is not None and total < 2 * length:
         yield (
             f"the run has {total} steps, and cycles have T = {length} ({Sync().every} by default): "

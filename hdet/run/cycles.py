@@ -24,6 +24,7 @@ from .measurements import Measurements
 from .replica_parameters import ReplicaParameters
 from .same_run import Agreement
 from .setup import Setup
+from .shared_phase import SharedPhase
 
 __all__ = ["Cycles", "ReplicasDiverged"]
 
@@ -66,6 +67,7 @@ class Cycles:
         self.losses = [LossMeter(parameters.device) for _ in run.replicas.local]
         """[local replica]: since the running cycle began."""
         self._is_local, self._times_device = run.is_local, run.log is not None
+        self._moves_equal = run.sync.converge.moves_equal
         self.notes: list[str] = []
         """For the next record."""
         self.trial = _NO_TRIAL
@@ -78,6 +80,9 @@ class Cycles:
         """Does something look at steps of the running cycle?"""
         self._stay_equal = self.replicas.count == 1
         self._buffer_marks = parameters.tensors.marks()
+        self._phase = SharedPhase(run) if run.sync.begin else None
+        if self._phase is not None:
+            attached.callback(self._phase.end)
 
     # -- begin -------------------------------------------------------------------------------------
 
@@ -86,6 +91,12 @@ class Cycles:
         self.measurements.release(keep=self.engine.plan.measures)
         self.reset_losses()
         self.has_explored, self.has_samples = False, bool(self.engine.plan.measures)
+        _ = self.engine.interval
+        if self._phase is not None:
+            shares = not self.engine.may_part
+            self._phase.let_share(shares)
+            if self._agreement.expect("shared" if shares else "local"):
+                self.fan_out.gradient_norm = None  # of the next step
         table = self.engine.multipliers()
         self.can_part = self._can_replicas_part()
         replicas = [[row[r] for row in table] for r in self.replicas.local]
@@ -93,13 +104,15 @@ class Cycles:
         self.fan_out.assign(*replicas, *base)
 
     def _can_replicas_part(self) -> bool:
-        has_own_gradients = self._is_local and self.replicas.count > 1
+        has_own_gradients = self._is_local and self.replicas.count > 1 and self.engine.may_part
         return self.engine.explores or has_own_gradients
 
     def begin_steps(self) -> None:
         """Before the first optimizer step after an average."""
         self._agreement.look()
-        self.parameters.on_cycle_start()
+        if self._phase is not None:
+            self._phase.check()
+        self.parameters.on_cycle_start(self.engine.may_part)
         if self.search is not None:
             self.search.before_first_step()
 
@@ -144,10 +157,10 @@ class Cycles:
         """Was a step of the running cycle taken?"""
         return self.engine.position > 0 or self.fan_out.stepped
 
-    def note_average(self) -> None:
+    def note_average(self, has_written: bool = True) -> None:
         """Replicas are equal. Buffers may differ after the next step even without a spread, each
-        having seen its own data."""
-        self.fan_out.note_average()
+        having seen its own data. ``has_written``: or were they equal before?"""
+        self.fan_out.note_average(has_written)
         has_buffers = len(self.parameters.tensors.buffers) > 0
         # At a cycle's end the engine is at the next one, which may be of another kind.
         stays = self.parameters.average.idle and not self._can_replicas_part() and not has_buffers
@@ -180,10 +193,11 @@ class Cycles:
             if not finite:
                 raise self._all_diverged("no replica has finite parameters left")
             is_plain = self.parameters.average.idle and not self.parameters.moments.are_averaged
-            if not (is_plain and stats.are_alike):
+            is_done = is_plain and stats.are_alike
+            if not is_done:
                 with self._guard("average"):
                     self.parameters.complete(finite)
-            self.note_average()
+            self.note_average(has_written=not is_done)
             for r in set(range(self.replicas.count)) - set(finite):
                 note = f"replica {r} left out of the average: parameters not finite"
                 warn(f"converge: {note}")
@@ -287,6 +301,7 @@ class Cycles:
     @ranged("hdet.converge")
     def _average(self, verdict: Verdict, *, are_equal: bool) -> None:
         """Average the replicas, or restore the beginning of a cycle that is rolled back."""
+        moves_equal = self._moves_equal and self.engine.may_part
         with self._guard("average"):
             if verdict.roll_back:
                 attempts = self.engine.rollbacks_in_row
@@ -298,8 +313,11 @@ class Cycles:
                 self.parameters.roll_back(attempts)
             elif not verdict.healthy:
                 raise self._all_diverged("no replica has finite parameters left")
-            # N times x / N is not always x in floating point, and spread 0 is to be DDP bitwise.
-            elif not (are_equal and self.parameters.average.idle):
+            elif are_equal and self.parameters.average.idle and not moves_equal:
+                pass  # N times x / N is not always x, and spread 0 is to be DDP bitwise
+            elif not self.engine.may_part:
+                self.parameters.complete(verdict.healthy)
+            else:
                 self.notes += self.parameters.end_cycle(verdict.healthy)
 
     def _decide(

@@ -52,7 +52,7 @@ class FanOut:
         self.moved = True
         """Has one been done since the last average? Unknown at the beginning."""
         self.gradient_norm: torch.Tensor | None = None
-        """Of this rank's gradients in the first step: 0-d float64. None before it."""
+        """Of this rank's gradients in the first step of their kind: 0-d float64. None before it."""
         self.is_fused = isinstance(getattr(optimizer, "multipliers", None), list)
         self._on_cycle_start: Callable[[], object] = _do_nothing
         self._skippable, self._needs_dense = run.is_local, run.replicas.count > 1
@@ -158,7 +158,7 @@ class FanOut:
         return stepped or self._skippable
 
     def _warn_of_idle_calls(self) -> None:
-        if self.gradient_norm is None:
+        if not self._steps:
             # torch would warn of its schedulers, which the loop does not step.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
             what = "ensemble.step() was called, but no optimizer.step() before it:"
@@ -212,9 +212,9 @@ class FanOut:
                     row[index] = knob.acting(multiplier, i)
         self.optimizer.multipliers[:] = table  # type: ignore[attr-defined]
 
-    def note_average(self) -> None:
-        """Replicas have been averaged: they are equal until the next step."""
-        self.moved, self._is_first_step = False, True
+    def note_average(self, has_written: bool) -> None:
+        """Replicas are equal until the next step, because they have been averaged, or were."""
+        self.moved, self._is_first_step = False, self._is_first_step or has_written
 
     def note_load(self) -> None:
         """Parameters may have been loaded: nothing is known of them, and earlier steps do not

@@ -60,7 +60,7 @@ class Measurements:
         """A step is done and counted."""
         position = self._engine.position
         for _, measurement in self._used():
-            measurement.sample(position, position + self._steps_left)
+            measurement.sample(position, position + self._engine.steps_left)
 
     def rows(
         self, as_replica: Callable[[int], AbstractContextManager[Any]], slots: int
@@ -86,10 +86,6 @@ class Measurements:
         controllers run on equal inputs."""
         engine = self._engine
         names = engine.plan.measures
-        if not names or not engine.clock.controls(engine.step + self._steps_left):
+        if not names or not engine.clock.controls(engine.first):
             return iter(())
         return ((name, self._all[name]) for name in names)
-
-    @property
-    def _steps_left(self) -> int:
-        return self._engine.clock.steps_left(self._engine.step, self._engine.position)

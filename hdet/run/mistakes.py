@@ -16,12 +16,14 @@ from ..knobs.cells import close
 from ..simulation import has_begun
 
 __all__ = [
+    "ddp_models",
     "find_lost_state",
     "refuse_backward",
     "refuse_eval_mode",
     "refuse_join",
     "warn_of_less_control",
     "warn_of_lost_state",
+    "warn_of_unknown_period",
 ]
 
 
@@ -71,12 +73,18 @@ def refuse_eval_mode(optimizer: Optimizer) -> None:
         )
 
 
+def ddp_models(parameters: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
+    """Those that hold some of these. Only the loop knows them, so all objects are looked at."""
+    own = {id(p) for p in parameters}
+    found = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
+    return [model for model in found if not own.isdisjoint(map(id, model.parameters()))]
+
+
 def refuse_join(parameters: Iterable[torch.Tensor]) -> None:
     """Of a DDP that holds these: a rank that has run out of batches goes on with DDP's collectives,
-    and comes to none of hdet's. Only the loop knows the model, so all objects are looked at."""
-    own = {id(p) for p in parameters}
-    for model in [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]:
-        if model._join_config.enable and not own.isdisjoint(map(id, model.parameters())):
+    and comes to none of hdet's."""
+    for model in ddp_models(parameters):
+        if model._join_config.enable:
             raise ValueError(
                 "DistributedDataParallel.join() is for ranks with different numbers of batches, "
                 "and an Ensemble needs the same number of steps on each: leave join() out, and end "
@@ -109,3 +117,13 @@ def warn_of_less_control(engine: Engine, state: Mapping[str, Any]) -> None:
         f"corrections {kept} stay as they are, and no other values are tried"
         f"{spread if engine.explores else ''}"
     )
+
+
+def warn_of_unknown_period(engine: Engine) -> None:
+    """Of one that is to grow, in a run whose schedule is not known."""
+    period = engine.clock.period
+    if period is not None and engine.coming_rate() is None:
+        warn(
+            f"every is {period!r}, but no schedule of the rate is known, so T stays at "
+            f"{period.least}: give the scheduler to the Ensemble"
+        )

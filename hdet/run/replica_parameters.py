@@ -34,7 +34,7 @@ class ReplicaParameters:
         self.masters = [masters_of(run.optimizer, run.tensors, slot) for slot in slots]
         task = Task(
             run.tensors, run.replicas, run.optimizer, self.masters[0], run.sync.bucket_bytes,
-            run.sync.gradients,
+            run.sync.gradients, run.can_explore,
         )  # fmt: skip
         self.moments = Moments(run.sync.moments, run.optimizer, run.replicas, run.sync.bucket_bytes)
         kept_on = run.divergence.rollback
@@ -89,9 +89,11 @@ class ReplicaParameters:
 
     # -- in the course of a cycle ------------------------------------------------------------------
 
-    def on_cycle_start(self) -> None:
-        """Before the first step of a cycle."""
-        self.average.on_cycle_start()
+    def on_cycle_start(self, may_part: bool) -> None:
+        """Before the first step of a cycle. ``may_part``: else it will not be averaged otherwise
+        than by `complete`."""
+        if may_part:
+            self.average.on_cycle_start()
         if self._starts is not None:
             self._starts.advance()
 

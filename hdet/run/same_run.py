@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -19,12 +20,13 @@ from ..core.validate import warn
 from ..optim.schedule_free import COUNTED
 from ..replicas.agreement import compare, digest
 from ..tensors.dtensor import local_parts
+from ..trial.auto import AutoLR
 from .mistakes import refuse_join
 from .setup import Setup
 
 __all__ = ["Agreement"]
 
-_OF_SYNC = ("every", "converge", "gradients", "moments", "bucket_bytes")
+_OF_SYNC = ("every", "converge", "gradients", "moments", "begin", "bucket_bytes")
 _OF_THE_MACHINE = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Of a parameter group, what changes nothing in its results, or is compared by itself."""
 _USUAL = (
@@ -36,6 +38,7 @@ _OF_FUSED = (
     "cautious_decay",
 )  # fmt: skip
 """Settings that hdet's optimizers do not keep in their groups."""
+_NUMBER_OR_TEXT = (int, float, str, type(None))
 
 
 class Agreement:
@@ -45,14 +48,24 @@ class Agreement:
     def __init__(self, run: Setup) -> None:
         self._run, self._models = run, run.models
         self.reached = False
-        self.knows_gradients = any(knob.meaning.on_gradients for knob in run.knobs)
-        """Is their kind known? Knobs that act on gradients change them."""
+        self.gradients = run.sync.gradients
+        """What they are to be."""
+        self._are_changed = any(knob.meaning.on_gradients for knob in run.knobs)  # by knobs
+        self.knows_gradients = self._are_changed
+        """Is their kind known?"""
         self._device = local_parts(run.tensors[:1])[0].device
         self._values: torch.Tensor | None = None  # of the parameters, before the first step
 
     def reset(self) -> None:
         """A state was loaded: what other ranks have loaded is not known here."""
         self.reached, self._values = False, None
+
+    def expect(self, gradients: str) -> bool:
+        """From the next step on. Returns whether that is another kind, which is not known."""
+        is_other = gradients != self.gradients
+        if is_other:
+            self.gradients, self.knows_gradients = gradients, self._are_changed
+        return is_other
 
     def look(self) -> None:
         """Before the first step: after it replicas may differ."""
@@ -85,7 +98,7 @@ class Agreement:
         local, and are the same on all replicas. ``norm``: of this rank's in the first step;
         None: it has left that out, and nothing is said, nor of norms that are not finite or 0. One
         all_reduce, unless this process is alone."""
-        replicas, gradients = self._run.replicas, self._run.sync.gradients
+        replicas, gradients = self._run.replicas, self.gradients
         if replicas.world_group is None:
             return
         norm = torch.tensor(math.nan, dtype=torch.float64) if norm is None else norm
@@ -94,10 +107,13 @@ class Agreement:
         norms = [math.sqrt(x) for x in rows.flatten().tolist()]
         if len(norms) < 2 or not all(math.isfinite(x) and x > 0 for x in norms):
             return
+        kind = "gradients='shared'"
+        if self._run.sync.begin:
+            kind = "gradients are shared until begin, without no_sync()"
         if gradients == "shared" and max(norms) > 1.001 * min(norms):
             listed = ", ".join(f"{x:.6g}" for x in norms[:8])
             raise ValueError(
-                "gradients='shared', but the first step's gradients differ between replicas (norms "
+                f"{kind}, but the first step's gradients differ between replicas (norms "
                 f"{listed}): wrap the model in "
                 "DistributedDataParallel or all-reduce them, or pass gradients='local'"
             )
@@ -131,17 +147,18 @@ class Agreement:
         }
 
     def _of_search(self) -> dict[str, Any] | None:
-        """Its settings, and of functions and objects whether they are given."""
+        """Its arguments, but of functions and objects whether they are given."""
         search = self._run.search
         if search is None:
             return None
-        settings = ("budget", "place", "spread_arms", "report_only", "total_steps")
-        given = {"before_step": search.before_step, "scaler": search.scaler_in_use,
-                 "val_batches": search.best_weights}  # fmt: skip
+        given = {name: getattr(search, name) for name in signature(AutoLR).parameters}
+        given["scaler"] = search.scaler_in_use
+        del given["on_restart"]  # averages of weights may be kept by one rank alone
         return {
+            name: value if isinstance(value, _NUMBER_OR_TEXT) else "given"
+            for name, value in given.items()
+        } | {
             "name": search.name,
-            **{name: getattr(search, name) for name in settings},
-            **{name: None if value is None else "given" for name, value in given.items()},
             "is_searching": self._run.engine.is_searching,
             "what it has measured": search.state_dict(),
         }
@@ -218,7 +235,7 @@ def _plain(value: Any) -> Any:
     hold an address. Of a controller the settings, and those of controllers in it: what it keeps for
     itself may depend on the step, which scalers skip rank by rank."""
     if isinstance(value, Controller):
-        kinds = (int, float, str, tuple, type(None))
+        kinds = (*_NUMBER_OR_TEXT, tuple)
         own = {
             name: held
             for name, held in vars(value).items()
@@ -238,4 +255,4 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, torch.dtype):
         return str(value)
-    return value if isinstance(value, (bool, int, float, str, type(None))) else _kind(value)
+    return value if isinstance(value, _NUMBER_OR_TEXT) else _kind(value)

@@ -56,6 +56,11 @@ class Setup:
         return [knob for knob in self.knobs if knob.grid.explores]
 
     @property
+    def can_explore(self) -> bool:
+        """A search alone never lets them."""
+        return bool(self.explored) and (self.search is None or self.controller is not None)
+
+    @property
     def moves_values(self) -> bool:
         return self.search is not None or self.controller is not None
 

@@ -93,8 +93,6 @@ class AutoLR:
     """
 
     name = "AutoLR"
-    framework: Any = None
-    """An `hdet.integrations.common.Adapter`, whose part comes before the user's functions."""
 
     def __init__(
         self,
@@ -124,11 +122,10 @@ class AutoLR:
         if budget is not None:
             within(budget, "budget", "[0, 1)", "it is a part of the run: for 3 % write 0.03")
         self.model, self.before_step, self.scaler, self.place = model, before_step, scaler, place
-        self.budget, self.spread_arms = budget, spread_arms
-        self.on_restart = on_restart or (lambda: None)
-        self._advice = "" if on_restart else ": begin averages of weights again (on_restart=)"
-        self._has_restarted = False
+        self.budget, self.spread_arms, self.on_restart = budget, spread_arms, on_restart
+        self.val_batches = val_batches
         self.best_weights = None if val_batches is None else BestWeights(val_batches)
+        self._has_restarted = False
         self.total_steps: int | None = None
         self.interval: RateInterval | None = None
         self.cost = 0.0
@@ -137,10 +134,23 @@ class AutoLR:
         self.report_only = report_only
         self._repeats, self._given_up = 0, ""
         self._run: Any = None  # a `Searched`, from `attach` on
+        self._framework: Any = None
         self._begun: Beginning | None = None
         self._steps: TrialSteps | OwnSteps | None = None
         self.in_place = InPlace()
         """Keeps others from seeing an arm of a trial in the run's place."""
+
+    @property
+    def framework(self) -> Any:
+        """An `hdet.integrations.common.Adapter`, whose part comes before the user's functions."""
+        return self._framework
+
+    @framework.setter
+    def framework(self, adapter: Any) -> None:
+        """Raises ValueError if arms were to be spread, which its scaler does not allow."""
+        if self._run is not None and adapter is not None:
+            self._can_spread(self._run, adapter.scaler)
+        self._framework = adapter
 
     @property
     def scaler_in_use(self) -> Any:
@@ -177,15 +187,21 @@ class AutoLR:
             raise ValueError("this AutoLR belongs to another run: make a new one for each")
         if self._budget.allows_trial:
             run.check()
-        if self.spread_arms and not run.can_spread(self.scaler_in_use):
+        self._can_spread(run, self.scaler_in_use)
+        if self.best_weights is not None:
+            self.best_weights.attach(run, self.total_steps, self.place)
+        self._run = run
+
+    def _can_spread(self, run: Searched, scaler: Any) -> bool:
+        """Raises ValueError where arms cannot be spread, and were to be."""
+        can_spread = run.can_spread(scaler)
+        if self.spread_arms and not can_spread:
             raise ValueError(
                 "spread_arms=True needs gradients that a trial can leave unreduced (pass the model "
                 "with its DistributedDataParallel to AutoLR, without find_unused_parameters), no "
                 "GradScaler and no SyncBatchNorm: leave spread_arms out"
             )
-        if self.best_weights is not None:
-            self.best_weights.attach(run, self.total_steps, self.place)
-        self._run = run
+        return can_spread
 
     def before_first_step(self) -> None:
         """The weights that are there are the first ones."""
@@ -229,7 +245,7 @@ class AutoLR:
         if may_spread is None:
             may_spread = self._budget.is_dear or not run.shares_gradients
         is_alone = run.replicas.peer_group is None
-        may_spread = may_spread and not is_alone and run.can_spread(self.scaler_in_use)
+        may_spread = may_spread and not is_alone and self._can_spread(run, self.scaler_in_use)
         self.in_place.watch([*run.module.modules(), run.optimizer])
         given = self._prepare_step, self.scaler_in_use, self.place
         is_checked = may_spread and self.spread_arms is None
@@ -264,7 +280,8 @@ class AutoLR:
         assert self.interval is not None
         would = " would go" if self.interval.moves and self.report_only else ""
         line = str(self.interval).splitlines()[0].replace("rate:", f"rate{would}")
-        restarts = f"; the run begins again with its first weights{self._advice}"
+        advice = "" if self.on_restart else ": begin averages of weights again (on_restart=)"
+        restarts = f"; the run begins again with its first weights{advice}"
         return line + restarts * self._has_restarted
 
     def give_up(self, why: str) -> None:
@@ -276,7 +293,8 @@ class AutoLR:
         """The first weights are in place again."""
         if self.framework is not None:
             self.framework.begin_averages()
-        self.on_restart()
+        if self.on_restart is not None:
+            self.on_restart()
 
     def note_save(self) -> None:
         """Warns if a run that is resumed from here is another one."""

@@ -23,7 +23,6 @@ from benchmarks.evidence import (
     outer,
     paper,
     ranks,
-    schedule_free,
     scoreboard,
     seconds,
     several,
@@ -73,12 +72,11 @@ COMMANDS: dict[str, tuple[Any, list[str], list[str]]] = {
     "first_tries": (first_tries.EXPERIMENT.main, ["--workloads", "table-mlp"], ["| table-mlp | ",
         "of 1 starts that end more than 20 % from the best, 1 end within 10 %"]),
     "seconds": (seconds.EXPERIMENT.main, [], [f"| {SMALL} | 200 |"]),
-    "schedule_free": (schedule_free.EXPERIMENT.main, [], ["| fixed rate |", "| AutoLR |"]),
     "outer": (outer.EXPERIMENT.main, [],
         ["| workload | start | seed | probe | probe's correction |", f"| {SMALL} | 2^0 | 0 | 0."]),
     "several": (several.EXPERIMENT.main, [], [f"| {SMALL} | 0 | hdet |", "lr 0.001, beta2 0."]),
     "scoreboard": (scoreboard.EXPERIMENT.main, [],
-        ["| workload | adamw | autolr |", "| *mean* | "]),
+        ["| workload | adamw | autolr |", "| mlp-clusters | "]),
     "horizon": (horizon.EXPERIMENT.main, ["--exponents", "0", "--intervals", "0.2", "0.5"],
         ["| cycle | cnn-digits: averaged | cnn-digits: last |", "| 50 % of the run |"]),
 }  # fmt: skip
@@ -241,6 +239,11 @@ def test_the_scoreboard_has_what_is_missing_of_the_best() -> None:
     assert "| vit-digits | 0.0 | 1.5 | 100.0 |" in text
     none = [of("adamw", 3.0), of("greedy", 3.5)]
     assert "| vit-digits | 100.0 | 100.0 |" in scoreboard.table(none)  # nobody has learned anything
+    starts = [{**of("adamw", loss), "exponent": e} for e, loss in ((-3, 2.0), (0, 1.5))]
+    starts += [{**one, "seed": 1} for one in starts] + [of("prodigy", 1.0)]
+    text = scoreboard.table(starts)  # seed 1 has another best end
+    assert "| adamw | 41.7 | 12.5 | 27.1 | 41.7 |" in text
+    assert "| prodigy |  | 0.0 | 0.0 | 0.0 |" in text
 
 
 def curve(losses: dict[int, list[float | None]]) -> hero.Curve:

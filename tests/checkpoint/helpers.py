@@ -143,6 +143,15 @@ def ddp(rank: int, world: int, make: Make = torch_adamw, **settings: Any) -> Run
     return Run(net, None, make, rank, **settings)
 
 
+def one_fsdp(rank: int, world: int, make: Make = torch_adamw, **settings: Any) -> Run:
+    """All ranks are one replica."""
+    net = mlp()
+    fully_shard(net, mesh=init_device_mesh("cpu", (world,)))
+    return Run(net, None, make, 0, **settings)
+
+
+one_worker = {"converge": converge.Outer(), "controller": None, "spread": 0.0}
+outer_equal, outer_shards = partial(ddp, **one_worker), partial(one_fsdp, **one_worker)
 compressed = partial(ddp, converge=converge.Compressed("int8"))
 exact_local = partial(ddp, converge=converge.ExactLocal())
 

@@ -44,6 +44,8 @@ CASES = [
     (H.exact_local, H.fused_base_fp32, 2, 7), (H.local, FUSED, 2, 5),
     *((partial(H.local, moments=of), ADAMW, 2, 7) for of in ("keep", "average", "reset")),
     (H.local_fsdp, ADAMW, 4, 7), (H.outer, ADAMW, 2, 5), (H.outer_fsdp, ADAMW, 4, 5),
+    (H.outer, ADAMW, 2, 7), (H.outer_equal, ADAMW, 2, 3), (H.outer_equal, ADAMW, 2, 7),
+    (H.outer_shards, ADAMW, 2, 7),
     (H.drop_in, ADAMW, 2, 7),
     *((partial(of, scheduler=None), H.schedule_free, 2, 6) for of in (H.ddp, H.local)),
 ]  # fmt: skip
@@ -92,13 +94,18 @@ ALONE: dict[str, dict[str, Any]] = {
     "rollback": {"divergence": hdet.Divergence(rollback="device")},
     "split masters": {"optimizer": H.fused_split, "dtype": torch.bfloat16},
     "8 bits": {"optimizer": H.FusedEightBit},
+    "outer step": {"converge": hdet.converge.Outer()},
+    "outer step of split masters": {
+        "converge": hdet.converge.Outer(momentum=0.0), "optimizer": H.fused_split,
+        "dtype": torch.bfloat16,
+    },
     "schedule-free": FREE,
     "schedule-free in eval mode": FREE,
 }  # fmt: skip
 TOGETHER = {
     f"{name}, together": {**settings, "together": 3}
     for name, settings in ALONE.items()
-    if "replicas" not in settings and name != "several knobs"  # which take rates alone
+    if not {"replicas", "converge"} & settings.keys() and name != "several knobs"  # rates alone
 }
 
 

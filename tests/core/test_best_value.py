@@ -38,14 +38,19 @@ class Made:
         values = [Value(f"k{k}", grid, scale) for k, grid in enumerate(grids)]
         self.controller = BestValueController(**settings)
         self.engine = Engine(values, count, Clock(1), self.controller, seed)
-        self.controller.start(Run(self.engine.clock, self.engine.knobs, count, [0.0] * len(values)))
+        floors = [0.0] * len(values)
+        facts = Run(self.engine.clock, self.engine.knobs, count, floors, seed=seed)
+        self.controller.start(facts)
+        self.broken: int | None = None
+        """A replica that never has a loss."""
 
     def cycle(self, loss: Loss, **schedule: Any) -> CycleOutcome:
         """``loss``: of the first knob's value."""
         self.engine.tick()
         [value, *_], [row, *_] = self.engine.values, self.engine.multipliers()
         tried = [value.scale.fanned(value.base_value(), rho) for rho in row]
-        return close(self.engine, [loss(x) for x in tried], **schedule)
+        losses = [None if r == self.broken else loss(x) for r, x in enumerate(tried)]
+        return close(self.engine, losses, **schedule)
 
     def cycles(self, count: int, loss: Loss) -> list[CycleOutcome]:
         return [self.cycle(loss) for _ in range(count)]
@@ -98,6 +103,29 @@ def test_a_value_with_a_loss_that_is_missing_never_wins(lost: float | None) -> N
     assert run.base == 1.0 and not run.controller.has_chosen
     run.cycles(4, bowl(0.5))
     assert run.base == 0.5
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("count", "bases"), [(4, (1.0, 0.5)), (8, (0.5,))])
+def test_a_replica_that_never_has_a_loss_decides_nothing(
+    count: int, bases: Sequence[float], seed: int
+) -> None:
+    """The best wins or, where nobody else has tried its values, none; and no half is better."""
+    run = Made(count=count, seed=seed)
+    run.broken = 1
+    run.cycles(4, bowl(0.5))
+    chosen = run.base
+    run.cycles(8, lambda value: 1.0)
+    assert run.base == chosen and chosen in bases
+
+
+@pytest.mark.parametrize("best", [0.1, 5.0])
+def test_a_value_that_a_bound_holds_back_can_win_under_a_schedule_that_moves(best: float) -> None:
+    run = Made(scale=Scale("log", low=0.01, high=4.0), spread=0)
+    for scheduled in (1.0, 0.99, 0.97, 0.95):
+        run.engine.values[0].follow([scheduled])
+        run.cycle(bowl(best), scheduled=[scheduled], peak=[1.0])
+    assert run.base == pytest.approx(min(best, 4.0) * scheduled)
 
 
 def test_halves_differ_by_chance_in_the_part_of_decisions_that_is_said() -> None:
@@ -192,7 +220,7 @@ def test_a_state_goes_on_with_another_number_of_replicas(watched: int) -> None:
         pass
     many.engine.values[0].correction = few.engine.values[0].correction
     for run in (few, many):
-        run.cycles(9 - watched, bowl(0.5))
+        run.cycles(8 - watched, bowl(0.5))
     assert many.base == few.base == 0.5
     assert many.controller.state_dict() == few.controller.state_dict()
 

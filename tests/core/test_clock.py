@@ -38,7 +38,7 @@ def test_the_last_step_ends_a_cycle_that_is_not_full() -> None:
     engine = Engine([Value("lr", 0.1)], 1, Clock(10, 0, 25))
     ends, ahead = [], []
     for step in range(1, 26):
-        ahead.append(step - 1 + engine.clock.steps_left(engine.step, engine.position))
+        ahead.append(step - 1 + engine.steps_left)
         if engine.tick():
             ends.append(step)
             engine.close([None])
@@ -47,7 +47,7 @@ def test_the_last_step_ends_a_cycle_that_is_not_full() -> None:
 
 def test_decisions_left_reaches_one_at_the_end() -> None:
     clock = Clock(10, 20, 100)
-    steps = [step for step in range(10, 101, 10) if clock.controls(step)]
+    steps = [first + 10 for first in range(0, 100, 10) if clock.controls(first)]
     assert steps[0] == 30  # the first cycle that lies wholly after the warm-up
-    assert [clock.decisions_left(step) for step in steps] == list(range(len(steps), 0, -1))
-    assert Clock(10).decisions_left(10) is None
+    assert [clock.decisions_left(step, 10) for step in steps] == list(range(len(steps), 0, -1))
+    assert Clock(10).decisions_left(10, 10) is None

@@ -88,6 +88,8 @@ def test_a_rise_needs_two_votes_and_a_fall_one() -> None:
     first, second = factors(ProbeRule(), [evidence()] * 2)
     assert first == 1.0 and second > 1.5
     assert factors(ProbeRule(), [evidence(1.0)])[0] < 0.7
+    (flat,) = ProbeRule().learn(evidence(0.0, scatter=0.0))
+    assert (flat.t, flat.factor) == (0.0, 1.0)
 
 
 def test_the_weaker_of_two_votes_counts() -> None:

@@ -30,6 +30,8 @@ it is about.
 - 21: neutral losses moved the rate;
   schedulers/test_any_scheduler.py::test_base_values_are_the_schedulers_own_times_the_correction,
   reference/test_runs.py
+- 22: which norm the noise has, and which ranks have the same;
+  test_noise_layouts.py::test_plain_tensors_get_the_noise_they_always_got
 - 23: skipped steps counted; layouts/test_left_out.py::test_a_step_that_the_scaler_skips_counts_none
 - others: here, by their numbers
 """
@@ -235,50 +237,6 @@ def test_19_defaults_are_the_papers():
     made = scheduler.ensemble.controller
     assert (made.temperature, made.step_size, made.momentum) == (0.2, 0.4, 0.8)
     assert made.decay is None
-
-
-def _noise(rank, world):
-    """2 x 2: ranks (0, 1) hold copies of replica 0's small tensor (as norms are under tensor
-    parallelism), ranks (2, 3) of replica 1's."""
-    peers = hdet.Replicas.from_group([dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2])
-    matrix = torch.linspace(-1, 1, 30_000).reshape(300, 100)
-    before = [torch.full((40_000,), 2.0), matrix, torch.zeros(7), torch.ones(64)]
-
-    def noisy(seed):
-        tensors = [b.clone() for b in before]
-        hdet.warm_noise_(tensors, nu=0.01, seed=seed, replicas=peers)
-        return tensors
-
-    tensors, again, other = noisy(1), noisy(1), noisy(2)
-    noise = [t - b for t, b in zip(tensors, before, strict=True)]
-    return noise, all(map(torch.equal, again, tensors)), torch.equal(other[0], tensors[0])
-
-
-def test_22_warm_noise():
-    ranks = run_ranks(_noise, 4)
-    for noise, repeatable, seed_ignored in ranks:
-        assert repeatable and not seed_ignored
-        for k, theta in ((0, [2.0] * 40_000), (1, torch.linspace(-1, 1, 30_000).tolist())):
-            flat, variance = noise[k].double().flatten(), method.warm_noise_variance(theta, 0.01)
-            assert flat.var().item() == pytest.approx(variance, rel=0.05)
-            assert abs(flat.mean().item()) < 5 * (flat.std() / math.sqrt(flat.numel())).item()
-        assert noise[2].abs().max() == 0  # a tensor of zeros has no norm
-        two = torch.stack([noise[0][:30_000].double(), noise[1].flatten().double()])
-        assert abs(torch.corrcoef(two)[0, 1]) < 0.03  # tensors get noise of their own
-    for k in range(4):
-        assert torch.equal(ranks[0][0][k], ranks[1][0][k])  # copies inside a replica stay copies
-        assert torch.equal(ranks[2][0][k], ranks[3][0][k])
-        assert torch.equal(ranks[0][0][k], ranks[2][0][k]) == (k == 2)  # replicas differ
-
-
-def test_22_noise_arguments():
-    weights = [torch.ones(3), torch.ones(2, dtype=torch.int64)]
-    with pytest.raises(ValueError, match="parameter 1.*int64"):
-        hdet.warm_noise_(weights)
-    assert weights[0].tolist() == [1.0] * 3
-    for nu in (-0.1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="nu"):
-            hdet.warm_noise_(weights[:1], nu=nu)
 
 
 def _tables(replicas, knobs, cycles):

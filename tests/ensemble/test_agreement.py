@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -104,6 +105,10 @@ def by_search(differ: str, given: Callable[[bool], dict[str, Any] | None]) -> An
     return differ, searched
 
 
+OF_SEARCH: dict[str, Any] = {
+    "budget": 0.5, "before_step": print, "scaler": torch.amp.GradScaler("cpu"), "place": "host",
+    "val_batches": (print, [1]), "spread_arms": False, "report_only": True,
+}  # fmt: skip
 NAME = "parameters[0].name"
 CASES: Cases = {
     "T_max": by_scheduler("scheduler.T_max", lambda o, odd: torchs.CosineAnnealingLR(o, 30 + odd)),
@@ -129,12 +134,8 @@ CASES: Cases = {
     "warmup_steps": by_setting("warmup_steps", lambda odd: 2 * odd, total_steps=40),
     "controller": ("controller.temperature", lambda _, odd: softmax(1.0 + odd)),
     "a search on one rank only": by_search("search", lambda odd: {} if odd else None),
-    "spread_arms": by_search(
-        "search.spread_arms", lambda odd: {"spread_arms": False if odd else None}
-    ),
-    "val_batches": by_search(
-        "search.val_batches", lambda odd: {"val_batches": (print, [1])} if odd else {}
-    ),
+    **{name: by_search(f"search.{name}", lambda odd, given={name: value}: given if odd else {})
+       for name, value in OF_SEARCH.items()},
     "scheduled": by_setting("scheduled values.lr[0]", lambda odd: 1e-3 * (1 + odd), "lr"),
     "seed": by_setting("seed", int),
     "T": by_setting("sync.every", lambda odd: 5 + odd, "every"),
@@ -149,6 +150,9 @@ ALIKE: Cases = {
     "initial values": ("", lambda rank, _: two_layers(rank, "buffers", swapped=False)),
     "equal vectors in another order": ("", lambda _, odd: two_vectors((1.0, 1.0), odd)),
     "foreach": ("", lambda _, odd: plain(options={"foreach": odd})),
+    "averages kept by one rank": by_search(
+        "", lambda odd: {"budget": 0, "on_restart": print if odd else None}
+    ),
 }
 
 
@@ -199,6 +203,11 @@ def test_what_differs_is_named_before_anything_is_averaged(
     (message,) = {messages[case] for messages in said}
     assert f"{CASES[case][0]} differs between ranks: ranks 0, 2: " in message
     assert "; rank 1: " in message and "\n" not in message and len(message) < 600
+
+
+def test_every_argument_of_a_search_is_compared() -> None:
+    may_differ = {"model", "on_restart"}
+    assert OF_SEARCH.keys() == inspect.signature(hdet.AutoLR).parameters.keys() - may_differ
 
 
 @pytest.mark.parametrize("case", ALIKE)

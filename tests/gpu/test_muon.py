@@ -131,7 +131,7 @@ def test_a_step_with_codes_never_waits(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"moment_dtype": "8bit", "ns_dtype": torch.float16}], ids=str
+    "options", [{}, {"moment_dtype": "8bit", "ns_dtype": torch.float16}, {"ema": 0.9}], ids=str
 )
 def test_a_captured_step_has_the_bits_of_others(options: dict[str, Any], device: str) -> None:
     """Rates, decay and momentum change between replays."""
@@ -154,6 +154,7 @@ def test_a_captured_step_has_the_bits_of_others(options: dict[str, Any], device:
             else:
                 optimizer.write_hyperparameters()
                 graph.replay()
-        found.append([param.detach().cpu() for param in params])
+        emas = [state["ema"] for state in optimizer.state.values() if "ema" in state]
+        found.append([tensor.detach().cpu() for tensor in (*params, *emas)])
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)

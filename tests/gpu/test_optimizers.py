@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hdet import FusedAdamW, FusedLion, FusedSGD
+from hdet import FusedAdamW, FusedLion, FusedSGD, WeightAverage
 from hdet.tensors.buffers import Copy
 
 from .common import groups, parameters, same_bits, set_gradients, state_of
@@ -129,6 +129,7 @@ def test_a_stream_of_its_own_with_a_producer_that_is_late(backend: str) -> None:
         (FusedAdamW, {"max_grad_norm": 1.0, "zero_gradients": True}),
         (FusedLion, {}),
         (FusedSGD, {"momentum": 0.9, "nesterov": True}),
+        (FusedAdamW, {"ema": (0.9, WeightAverage(None, every=2, begin=1))}),
     ],
 )
 def test_capture_and_replay_with_changing_hyperparameters(

@@ -261,3 +261,12 @@ def test_what_cannot_work_is_refused_by_name() -> None:
         auto = hdet.Ensemble(inner, total_steps=9000, search=hdet.AutoLR(loop.model))
         with pytest.raises(TypeError, match=r"call step\(loss, batch\)"):
             prepare(loop.accelerator, auto, loop.model, losses_of).step(1.0)
+    with accelerate_reset():
+        loop = Loop(None, float16=True)
+        made = hdet.Ensemble(
+            loop.optimizer.optimizer, total_steps=9000,
+            search=hdet.AutoLR(loop.model, spread_arms=True),
+            sync=hdet.Sync(gradients="local", moments="keep"),
+        )  # fmt: skip
+        with pytest.raises(ValueError, match="no GradScaler"):
+            prepare(loop.accelerator, made)

@@ -197,6 +197,18 @@ def test_a_beginning_that_was_refused_leaves_nothing_to_the_next(refused: str) -
             assert adapter.called == ["clip"]
 
 
+def test_arms_that_were_to_be_spread_are_refused_beside_a_frameworks_scaler() -> None:
+    """accelerate makes the Ensemble before its adapter."""
+    optimizer, search = torch.optim.SGD(MODEL.parameters()), hdet.AutoLR(MODEL, spread_arms=True)
+    local = hdet.Sync(gradients="local", moments="keep")
+    ensemble = hdet.Ensemble(optimizer, search=search, sync=local, total_steps=9000)
+    with pytest.raises(ValueError, match="no GradScaler"):
+        search.framework = Own(scaler=torch.amp.GradScaler("cpu"))
+    assert search.framework is None
+    search.framework = Own()
+    ensemble.close()
+
+
 def test_metrics_have_the_names_of_records_and_saved_corrections_are_told_once() -> None:
     adapter = begun({"controller": halved, "sync": hdet.Sync(2)})
     stepped(adapter, steps=8)

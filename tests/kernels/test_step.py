@@ -12,11 +12,10 @@ from torch import Tensor
 
 from hdet import kernels
 from hdet.kernels import StepSettings, StepTensors
-from hdet.rules import RULES
 
 from .cases import BACKENDS, CHUNK, device_of
 from .problem import MakePlan, Problem, check, final_tensors
-from .table import BF16, CASES, F32, I16, SETTINGS, STORAGE, Case, Format
+from .table import BF16, CASES, I16, SETTINGS, Case, Format
 
 
 def plan_maker(backend: str) -> MakePlan:
@@ -53,65 +52,6 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, bits in one.items():
         assert torch.equal(bits, other[name]), name
-
-
-# K replicas are K separate runs
-
-
-KINDS = [
-    (rule, storage, count)
-    for rule in RULES
-    for storage in STORAGE
-    for count in ((2, 8, 16) if rule == "adamw" else (3,))
-    if storage != "mixed" and not RULES[rule].gives_parameter
-]
-
-
-@pytest.mark.parametrize(("rule", "storage", "count"), KINDS)
-def test_replicas_are_separate_runs_bit_for_bit(rule: str, storage: str, count: int) -> None:
-    """On the CPU, whose bits all backends have."""
-    decay = 0.0 if RULES[rule].coupled else 0.1
-    ((param, master),) = STORAGE[storage]
-    low = F32 if param == F32 else BF16
-    together = Case(
-        "together",
-        rule=rule,
-        sizes=(5, 4099, 0, 17),
-        formats=(Format(param, master, param, low, low),),
-        replicas=count,
-        settings=SETTINGS._replace(weight_decay=decay),
-        stochastic=11,
-        max_norm=50.0,
-        steps=2,
-    )
-    all_of_them = Problem(together, "cpu")
-    alone = [Problem(replace(together, replicas=1), "cpu") for _ in range(count)]
-    for k, problem in enumerate(alone):
-        for name in ("param", "master"):
-            problem.memory[f"{name} 0"].buffer.copy_(all_of_them.memory[f"{name} {k}"].buffer)
-    plans = [
-        kernels.step_plan(
-            replace(problem.tensors, first_replica=all_of_them.tensors.first_replica + k), "cpu"
-        )
-        for k, problem in enumerate(alone)
-    ]
-    shared = kernels.step_plan(all_of_them.tensors, "cpu")
-    for turn in range(together.steps):
-        gradients, settings, options = all_of_them.arguments(turn)
-        shared.step(gradients.tensors, settings, options)
-        for k, plan in enumerate(plans):
-            plan.step(
-                gradients.tensors,
-                [s._replace(multipliers=[s.multipliers[k]]) for s in settings],
-                options,
-            )
-    for k, problem in enumerate(alone):
-        for name in ("param", "master"):
-            assert torch.equal(
-                problem.memory[f"{name} 0"].buffer, all_of_them.memory[f"{name} {k}"].buffer
-            )
-        for name in (*all_of_them.signed, "steps"):
-            assert torch.equal(problem.memory[name].buffer, all_of_them.memory[name].buffer)
 
 
 # stochastic rounding

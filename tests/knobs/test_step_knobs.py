@@ -88,14 +88,27 @@ def test_decay_at_the_base_rate_is_not_divided_by_the_replicas_rate() -> None:
     assert step(net, optimizer)[0]["weight_decay"] == pytest.approx(0.1 * 1.5)
 
 
-def test_each_groups_decay_follows_its_own_rate() -> None:
+FIRST = {"spread": 0.3, "groups": ["first"]}
+
+
+@pytest.mark.parametrize(("rate", "corrections", "decays"), [
+    ({"spread": 0.3, "groups": "each"}, (2.0, 4.0), [0.05, 0.025]), (FIRST, (2.0,), [0.05, 0.1]),
+    ({**FIRST, "bounds": (0.0, 0.012)}, (9.0,), [0.1 / 1.2, 0.1]),
+])  # fmt: skip
+def test_each_groups_decay_follows_its_own_rate(
+    rate: dict[str, Any], corrections: tuple[float, ...], decays: list[float]
+) -> None:
+    """As far as bounds let it, and not at all where no knob moves it."""
     net = Net()
     groups = [{**group, "weight_decay": 0.1} for group in adamw(net).param_groups]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
-    knobs = [hdet.LearningRate(0.3, groups="each"), hdet.WeightDecay(0.5, product=True)]
-    force(ensemble(net, knobs, optimizer=optimizer), 2.0, 4.0, 1.0)
-    found = [group["weight_decay"] for group in optimizer.param_groups]
-    assert found == pytest.approx([0.05, 0.025])
+    knobs = [hdet.LearningRate(**rate), hdet.WeightDecay(0.5, product=True)]
+    run = ensemble(net, knobs, optimizer=optimizer)
+    force(run, *corrections, 1.0)
+    found = lambda: [group["weight_decay"] for group in optimizer.param_groups]
+    assert found() == pytest.approx(decays)
+    run.set_value("weight_decay", 0.04)
+    assert found() == pytest.approx([0.04, 0.04 * decays[1] / decays[0]])
 
 
 def rate_in_step(optimizer: Any) -> float:

@@ -401,6 +401,8 @@ class OfTheHost(TorchDispatchMode):
         {"master_weights": "split", "moment_dtype": "8bit", "cautious_decay": True},
         {"stochastic_rounding": True, "ns_dtype": BF16},
         {"max_grad_norm": 1.0, "cautious_decay": True, "by": "AdamW"},
+        {"ema": (0.9, hdet.WeightAverage(None, every=2))},
+        {"ema": (0.9, hdet.WeightAverage(None, every=2)), "by": "AdamW"},
     ],
     ids=str,
 )
@@ -441,6 +443,9 @@ def test_a_step_is_what_a_graph_captures(options: dict[str, Any], count: int) ->
     plain.step()
     for k in range(count):
         assert_equal(captured.replica_parameters(k), plain.replica_parameters(k))
+    if "ema" in options:
+        for ours, theirs in zip(captured.state.values(), plain.state.values(), strict=True):
+            assert torch.equal(ours["ema_1"], theirs["ema_1"]) and ours["ema_step"] == 3
 
 
 @pytest.mark.parametrize("ns_dtype", [torch.float32, torch.float16])

@@ -18,12 +18,6 @@ def multipliers(count: int, spread: float) -> Vector:
     return [1 + spread * (r - middle) / delta for r in range(count)]
 
 
-def replica_update(theta: Vector, rate: float, multiplier: float, direction: Vector) -> Vector:
-    """Eq. 2: theta_r <- theta_r - eta(t) rho_r u(t), with u the direction that all replicas
-    share."""
-    return [x - rate * multiplier * u for x, u in zip(theta, direction, strict=True)]
-
-
 def converge(replicas: list[Vector], weights: Vector) -> Vector:
     """Eq. 3: sum_r w_r theta_r."""
     return [
@@ -87,8 +81,3 @@ def gamma_corrected(floor: float, base_at_warmup: float, intervals: float) -> fl
 def is_reassignment(order: list[int], count: int) -> bool:
     """Eq. 8 asks for a permutation of the grid positions over the replicas, whichever it is."""
     return sorted(order) == list(range(count))
-
-
-def warm_noise_variance(theta: Vector, nu: float) -> float:
-    """Eq. 9: nu^2 ||theta||^2 / d per element, for one tensor of d elements."""
-    return nu**2 * math.fsum(x * x for x in theta) / len(theta)

@@ -93,29 +93,6 @@ def test_base_values_are_the_schedulers_own_times_the_correction(name, kind, rho
     assert all(group["lr"] is rate for group, rate in pairs if torch.is_tensor(rate))
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_multiplier_exists_only_inside_the_step(fails):
-    """At rest the base value, inside the step base * rho, and the base again when the step
-    raises."""
-    seen, toy = [], Toy(sgd)
-
-    def hook(optimizer, *_):
-        seen.append(rates(optimizer))
-        if fails:
-            raise RuntimeError("the step fails")
-
-    toy.optimizer.register_step_pre_hook(hook)
-    knobs = [hdet.LearningRate(0.3, groups=[1])]
-    ensemble = hdet.Ensemble(toy.optimizer, knobs=knobs, controller=played(1.3, [1.0]))
-    try:
-        toy.step()
-    except RuntimeError:
-        assert fails
-    assert seen == [[0.5, 0.5 * 1.3]]
-    assert rates(toy.optimizer) == [0.5, 0.5]
-    ensemble.close()
-
-
 def test_groups_that_share_one_tensor_rate_are_refused():
     """torch puts a tensor lr of the constructor into every group: such groups cannot have
     multipliers of their own."""

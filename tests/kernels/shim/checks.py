@@ -25,7 +25,7 @@ from hdet.rules import RULES as ALL_RULES
 
 from ..cases import CHUNK
 from ..problem import Problem, final_tensors
-from ..table import BF16, COVERING, F32, I16, NATIVE, OTHERS, U8, Case, Format
+from ..table import AVERAGES, BF16, COVERING, F32, I16, NATIVE, OTHERS, U8, Case, Format
 from ..test_step import assert_same_bits
 from .build import RULES
 from .plugin import state
@@ -433,3 +433,22 @@ def test_a_captured_step_is_replayed_with_the_formats_of_its_own_gradients() -> 
         torch.equal(captured, formats)
         and plan.plan.chunks == plan.placed_chunks.data_ptr() != captured.data_ptr()
     )
+
+
+def test_replays_count_the_steps_of_averages_over_time() -> None:
+    """How far an average moves depends on the step, which nobody writes before a replay."""
+    found = []
+    for captures in (True, False):
+        case = Case("", sizes=(5, CHUNK + 1), averages=AVERAGES["several"], max_norm=0.0)
+        problem = Problem(case, "cpu")
+        gradients, settings, _ = problem.arguments(0)
+        plan = kernels.step_plan(problem.tensors, "cuda")
+        plan.step(gradients.tensors, settings)
+        state.capturing = captures
+        plan.step(gradients.tensors, settings)
+        state.capturing = False
+        for _ in range(4):
+            plan._run() if captures else plan.step(gradients.tensors, settings)
+        emas = [ema for sets in problem.tensors.emas for own in sets for ema in own]
+        found.append([*emas, *problem.ema_steps])
+    assert all(map(torch.equal, *found))

@@ -1,0 +1,322 @@
+"""Local gradients from some step on (post-local SGD, SWAP), and periods that grow as the rate
+falls (QSR)."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import lr_scheduler as torchs
+
+import hdet
+from hdet import checkpoint
+from hdet.converge import Outer
+from hdet.core.clock import Clock
+from hdet.core.engine import Engine
+from hdet.core.value import Value
+
+from ..adversary.common import bits, trial
+from ..distributed import RankError, run_ranks
+from ..harness import Run
+from ..trial.common import auto_run, searched
+
+LOCAL = {"gradients": "local", "moments": "keep"}
+TOTAL, BEGIN = 24, 9
+
+
+# -- from Sync.begin on ----------------------------------------------------------------------------
+
+
+def run_of(rank: int, **settings: Any) -> Run:
+    given = {"total": TOTAL, "every": 5, "begin": BEGIN, **LOCAL, **settings}
+    return Run(rank, **given)
+
+
+def course(rank: int, world: int, settings: dict[str, Any]) -> Any:
+    """After each step, and what plain training comes to: data parallel, then alone, averaged where
+    cycles end."""
+    if "moments" in settings:  # they are kept before, also where something is averaged
+        settings["buffers"] = [torch.full((1,), float(rank))]
+    run = run_of(rank, spread=0.0, **settings)
+    plain = Run(rank, total=TOTAL, every=10**6, spread=0.0)
+    plain.ensemble.close()
+    found = []
+    for step in range(1, TOTAL + 1):
+        run.step()
+        if step == BEGIN + 1:
+            plain.wrapped = plain.net
+        plain.backward()
+        plain.optimizer.step()
+        plain.scheduler.step() if step < TOTAL else None
+        plain.index += 1
+        own = plain.weights()
+        if step > BEGIN and ((step - BEGIN) % run.ensemble.sync.every == 0 or step == TOTAL):
+            dist.all_reduce(own)
+            nn.utils.vector_to_parameters(own / world, plain.net.parameters())
+            if "moments" in settings:
+                plain.optimizer.state.clear()
+        found.append((run.weights(), plain.weights()))
+    ends = [record["step"] for record in run.records]
+    run.ensemble.close()
+    return found, ends, run.wrapped.require_backward_grad_sync
+
+
+@pytest.mark.parametrize(
+    ("settings", "ends"),
+    [
+        ({}, [5, 9, 14, 19, 24]),
+        ({"moments": "reset"}, [5, 9, 14, 19, 24]),
+        ({"begin": BEGIN / TOTAL, "every": TOTAL}, [9, 24]),
+    ],
+)
+def test_data_parallel_then_each_by_itself(settings: dict[str, Any], ends: list[int]) -> None:
+    """Bitwise data parallel before; once, at the end, where cycles are as long as the run."""
+    ranks = run_ranks(course, 2, settings)
+    for found, cycles, is_shared in ranks:
+        assert cycles == ends and is_shared
+        for step, (own, plain) in enumerate(found, 1):
+            assert (
+                torch.equal(own, plain) if step <= BEGIN else torch.allclose(own, plain, atol=1e-6)
+            )
+    (one, *_), (two, *_) = ranks
+    equal = [torch.equal(a, b) for (a, _), (b, _) in zip(one, two, strict=True)]
+    assert [step for step, same in enumerate(equal, 1) if same] == [
+        *range(1, BEGIN + 1), *(end for end in ends if end > BEGIN)
+    ]  # fmt: skip
+
+
+def interrupted(rank: int, world: int, root: str, at: int, settings: dict[str, Any]) -> Any:
+    """The weights and moments of a run that goes on after a save, and of one that begins there."""
+
+    def facts(run: Run) -> Any:
+        return bits([run.weights(), run.optimizer.state_dict()["state"]]), run.ensemble.state_dict()
+
+    run = run_of(rank, **settings).steps(at)
+    checkpoint.save(root, checkpoint.RunState(run.net, run.ensemble))
+    straight = facts(run.steps(7))
+    run.ensemble.close()
+    other = run_of(rank, **settings)
+    other.backward()  # after the first one DDP orders its buckets anew
+    other.index = checkpoint.load(root, checkpoint.RunState(other.net, other.ensemble))
+    return straight, facts(other.steps(7))
+
+
+@pytest.mark.parametrize("at", [3, 9, 12])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"moments": "average", "converge": Outer()}, {"moments": "reset", "begin": 9 / 24}],
+    ids=["keep", "outer", "reset"],
+)
+def test_a_run_resumes_bitwise_in_both_phases(
+    tmp_path: Path, at: int, settings: dict[str, Any]
+) -> None:
+    for straight, resumed in run_ranks(interrupted, 2, str(tmp_path), at, settings):
+        assert straight == resumed
+
+
+def gone_on(rank: int, world: int, root: str) -> Any:
+    run = run_of(rank)
+    run.index = checkpoint.load(root, checkpoint.RunState(run.net, run.ensemble))
+    phases = []
+    while run.index < TOTAL:
+        phases.append(run.wrapped.require_backward_grad_sync if world > 1 else None)
+        run.step()
+    return phases, run.ensemble.cycle, run.weights()
+
+
+def saved(rank: int, world: int, root: str, at: int) -> None:
+    run = run_of(rank).steps(at)
+    checkpoint.save(root, checkpoint.RunState(run.net, run.ensemble))
+
+
+@pytest.mark.parametrize("at", [3, 12])
+def test_another_number_of_replicas_goes_on_where_the_run_was(tmp_path: Path, at: int) -> None:
+    run_ranks(saved, 2, str(tmp_path), at)
+    for world in (1, 3):
+        for phases, cycle, weights in run_ranks(gone_on, world, str(tmp_path)):
+            assert cycle == 5 and weights.isfinite().all()
+            assert world == 1 or phases == [step < BEGIN for step in range(at, TOTAL)]
+
+
+def what_parts(rank: int, world: int, case: str) -> Any:
+    """By step, are replicas alike? And what comes of the run."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if case == "search":
+            run = auto_run(0.03, rank, every=20, begin=30, **LOCAL)
+            searched(run)
+            found = run.index, run.wrapped.require_backward_grad_sync
+            run.steps(20)
+            return found, run.wrapped.require_backward_grad_sync, run.ensemble.corrections
+        run = run_of(rank, controller="probe" if case == "controller" else None)
+        moved = []
+        for _ in range(TOTAL):
+            run.step()
+            moved.append(run.ensemble.multipliers["lr"])
+    return moved, [r["probe"] for r in run.records], [str(w.message) for w in caught]
+
+
+def test_nothing_differs_and_nothing_decides_before_it() -> None:
+    for moved, probed, said in run_ranks(what_parts, 2, "controller"):
+        assert all(rho == 1 for rho in moved[: BEGIN - 1]) and any(
+            rho != 1 for rho in moved[BEGIN:]
+        )
+        assert probed[:2] == [None, None] and probed[2] is not None
+        assert not any("the same on all replicas" in line for line in said)
+
+
+def test_a_search_puts_it_off() -> None:
+    """Its copies train with shared gradients."""
+    for (steps, was_shared), is_shared, corrections in run_ranks(what_parts, 2, "search"):
+        assert steps > 30 and was_shared and not is_shared and corrections == {"lr": 1.0}
+
+
+def refused(rank: int, world: int, what: str) -> None:
+    run = run_of(rank, ddp=what == "no_sync")
+    if what == "no_sync":
+        with run.wrapped.no_sync():
+            run.backward()
+        run.optimizer.step()
+        run.ensemble.step()
+    run.step()
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("no DDP", "wrap the model in it"),
+        ("no_sync", r"shared until begin, without no_sync\(\), but"),
+    ],
+)
+def test_gradients_that_nobody_averages_are_refused(what: str, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        run_ranks(refused, 2, what)
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    for settings, message in (
+        ({"gradients": "shared", "moments": None}, "pass gradients='local'"),
+        ({"begin": 1.5}, r"begin must be a number in \(0, 1\)"),
+        ({"begin": -1}, "begin must be a whole number of steps >= 0"),
+        ({"begin": TOTAL}, "would never be local"),
+        ({"begin": 0.5, "scheduler": None, "total_steps": None}, "pass total_steps"),
+        ({"every": hdet.QuadraticPeriod(4, 0.1), "begin": 0, "scheduler": None,
+          "total_steps": None}, "pass total_steps"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            run_of(0, **settings)
+    for period in ((0, 0.1), (4, 0.0), (4, math.nan)):
+        with pytest.raises(ValueError, match="least must|alpha must"):
+            hdet.QuadraticPeriod(*period)
+
+
+# -- periods that grow -----------------------------------------------------------------------------
+
+
+@trial(100)
+@given(st.integers(1, 50), st.floats(1e-6, 10), st.floats(0, 10))
+def test_the_rule(least: int, alpha: float, rate: float) -> None:
+    steps = hdet.QuadraticPeriod(least, alpha).steps(rate)
+    expected = min(alpha / rate if rate else math.inf, 2.0**26) ** 2
+    assert steps == max(least, int(expected))
+
+
+def cosine(warm_up: int, total: int) -> Any:
+    def make(optimizer: Any) -> Any:
+        if not warm_up:
+            return torchs.CosineAnnealingLR(optimizer, total)
+        rises = torchs.LinearLR(optimizer, 1e-3, total_iters=warm_up)
+        falls = torchs.CosineAnnealingLR(optimizer, total - warm_up)
+        return torchs.SequentialLR(optimizer, [rises, falls], [warm_up])
+
+    return make
+
+
+@pytest.mark.parametrize(("warm_up", "alpha"), [(0, 0.02), (30, 0.02), (30, 0.05)])
+def test_cycles_follow_the_rate_that_they_begin_with(warm_up: int, alpha: float) -> None:
+    """In a warm-up that of the peak; the last one ends with the run."""
+    period = hdet.QuadraticPeriod(4, alpha)
+    total, peak = 200, 0.01
+    run = Run(lr=peak, total=total, every=period, scheduler=cosine(warm_up, total), **LOCAL)
+    rates = [run.rate]
+    for _ in range(total):
+        run.step()
+        rates.append(run.rate)
+    first = 0
+    for record in run.records:
+        steps = period.steps(peak if first < warm_up else rates[first])
+        assert record["step"] == min(first + steps, total)
+        first = record["step"]
+    lengths = [
+        b["step"] - a["step"] for a, b in zip(run.records[:-2], run.records[1:-1], strict=True)
+    ]
+    assert lengths == sorted(lengths) and lengths[-1] > lengths[0]
+
+
+def test_a_correction_counts_and_a_rate_that_is_moved_in_mid_cycle() -> None:
+    every = hdet.QuadraticPeriod(4, 0.1)
+    run = Run(lr=0.01, total=400, every=every, scheduler=cosine(0, 400), **LOCAL)
+    run.steps(10).ensemble.set_value("lr", 0.02)  # 100 steps become 25
+    assert not run.records and run.steps(15).records[-1]["step"] == 25
+    low = auto_run(1e-6, total=1500, every=hdet.QuadraticPeriod(4, 0.005), **LOCAL)
+    searched(low).steps(40)  # at 1e-6 the first cycle would never end
+    assert low.ensemble.cycle > 1 and low.ensemble.corrections["lr"] > 100
+
+
+@pytest.mark.parametrize("at", [10, 57, 150])
+def test_a_run_resumes_bitwise_in_a_period_that_grows(tmp_path: Path, at: int) -> None:
+    """Loaded into one that is elsewhere; the running cycle keeps its length."""
+    make = partial(
+        Run, lr=0.01, total=200, every=hdet.QuadraticPeriod(4, 0.03), scheduler=cosine(20, 200),
+        converge=Outer(), **LOCAL,
+    )  # fmt: skip
+    run, other = make().steps(at), make().steps(3)
+    checkpoint.save(tmp_path, checkpoint.RunState(run.net, run.ensemble))
+    other.index = checkpoint.load(tmp_path, checkpoint.RunState(other.net, other.ensemble))
+    assert torch.equal(run.steps(40).weights(), other.steps(40).weights())
+    assert run.ensemble.state_dict() == other.ensemble.state_dict()
+
+
+def on_ranks(rank: int, world: int) -> Any:
+    run = Run(rank, lr=0.01, total=100, every=hdet.QuadraticPeriod(4, 0.03), ddp=False,
+              scheduler=cosine(20, 100), **LOCAL)  # fmt: skip
+    equal = []
+    for _ in range(100):
+        run.step()
+        equal.append(run.ensemble.in_sync)
+    return run.weights(), [r["step"] for r in run.records], equal
+
+
+def test_replicas_average_where_cycles_end() -> None:
+    (one, ends, equal), (two, others, _) = run_ranks(on_ranks, 2)
+    assert torch.equal(one, two) and ends == others
+    assert [step for step, same in enumerate(equal, 1) if same] == ends
+
+
+def test_without_a_schedule_it_stays_at_the_least_and_says_so() -> None:
+    run = Run(every=hdet.QuadraticPeriod(4, 1.0), scheduler=None, **LOCAL)
+    with pytest.warns(UserWarning, match="T stays at 4: give the scheduler"):
+        run.steps(8)
+    assert run.ensemble.cycle == 2
+
+
+def test_the_engine_keeps_the_state_of_a_cycle_that_grows() -> None:
+    value = Value("lr", 0.1, scheduled=[0.01])
+    value.simulated, value.peak_steps = [(0.01, 0.0)], [0]
+    clock = Clock(4, 0, 1000, hdet.QuadraticPeriod(4, 0.1))
+    engine = Engine([value], 2, clock)
+    assert engine.interval == engine.steps_left == 100
+    state = engine.state_dict()
+    value.follow([0.001])
+    with engine.taken_over(state):
+        pass
+    assert engine.interval == 100
