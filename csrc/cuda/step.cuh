@@ -380,14 +380,19 @@ struct Update {
     keep(r, k, at, p, bits);
     if constexpr (kEmas && !kMany) {
       if (plan.emas == nullptr) return;
-      if constexpr (kIsKnown) {
-        follow_over_time(k, at, p);
-      } else {  // as it is stored
-        Raw<kWidth> stored;
-        param(r).load(at, stored);
-        param(r).unpack(stored, p);
-        follow_over_time(k, at, p);
+      const auto type = formats.param;
+      const auto master = formats.master;
+      if constexpr (kIsLarge) {  // read again, as there are no registers for more
+        Raw<kWidth> now;
+        param(r).load(at, now);
+        param(r).unpack(now, p);
+      } else if (master == Master::none && type != DType::f32) {  // as it is stored
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i)
+          p[i] = rounds_stochastically() ? from_bf16(to_bf16(p[i], bits[i] & 0xffffu))
+                                         : from_16(type, to_16(type, p[i]));
       }
+      follow_over_time(k, at, p);
     }
   }
 
