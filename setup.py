@@ -3,8 +3,10 @@
 Environment:
   HDET_CUDA        0 skips the CUDA kernels; 1 makes it an error where they cannot be compiled;
                    unset compiles them where there is an nvcc of 12.0 or later that works
-  HDET_CUDA_ARCHS  compute capabilities, for example "80;90;100" (default: those of the GPUs
-                   present, else 75;80;90;100)
+  HDET_CUDA_ARCHS  compute capabilities, for example "80;90;100" (default: what
+                   TORCH_CUDA_ARCH_LIST names, else those of the GPUs present, else all: code for 80
+                   and 90, and for 75 and 100 PTX, which a driver compiles at the first step)
+  MAX_JOBS         compilers at a time (default: one for each core)
   HDET_WERROR      1 treats compiler warnings as errors
   CUDA_HOME        the CUDA toolkit to use (also CUDA_PATH); else nvcc from PATH, else
                    /usr/local/cuda
@@ -12,9 +14,12 @@ Environment:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,9 +29,12 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-DEFAULT_ARCHS = ["75", "80", "90", "100"]
+DEFAULT_ARCHS = ["75-virtual", "80", "90", "100-virtual"]
 OLDEST_ARCH = 75
 OLDEST_NVCC = (12, 0)
+# processor time that the C++ sources take, and for each architecture the CUDA sources: as far as
+# PTX, and from there
+CPU_SECONDS, PTX_SECONDS, PTXAS_SECONDS = 45, 30, 15
 
 
 def find_nvcc() -> str | None:
@@ -73,16 +81,31 @@ def present_archs() -> list[str]:
     )
 
 
+def asked_archs() -> tuple[str, list[str]]:
+    """The variable that names architectures, and these in CMake's words."""
+    for name in ("HDET_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST"):
+        archs = [arch for arch in re.split(r"[;,\s]+", os.environ.get(name, "")) if arch]
+        if name.startswith("TORCH"):  # "8.0 9.0+PTX", and what is too old for these kernels
+            archs = [
+                arch.removesuffix("+PTX").replace(".", "") + ("" if "+" in arch else "-real")
+                for arch in archs
+                if not re.match(r"[3-6]\.|7\.[0-4]", arch)
+            ]
+        if archs:
+            return name, archs
+    return "", []
+
+
 def choose_archs(nvcc: str) -> list[str]:
-    """HDET_CUDA_ARCHS as given; else the GPUs present, or the default ones, as far as nvcc supports
+    """What is asked for; else the GPUs present, or the default ones, as far as nvcc supports
     them."""
-    asked = [arch for arch in re.split(r"[;,\s]+", os.environ.get("HDET_CUDA_ARCHS", "")) if arch]
+    name, asked = asked_archs()
     supported = supported_archs(nvcc)
     if asked:
         unknown = [arch for arch in asked if arch.split("-")[0].rstrip("af") not in supported]
         if unknown:
             raise SystemExit(
-                f"hdet: HDET_CUDA_ARCHS names {', '.join(unknown)}, but {nvcc} supports "
+                f"hdet: {name} names {', '.join(unknown)}, but {nvcc} supports "
                 f"{', '.join(supported)}"
             )
         return asked
@@ -90,7 +113,7 @@ def choose_archs(nvcc: str) -> list[str]:
         [arch for arch in present_archs() if int(arch) >= OLDEST_ARCH],
         DEFAULT_ARCHS,
     ):
-        usable = [arch for arch in candidates if arch in supported]
+        usable = [arch for arch in candidates if arch.split("-")[0] in supported]
         if usable:
             return usable
     raise SystemExit(
@@ -99,10 +122,37 @@ def choose_archs(nvcc: str) -> list[str]:
     )
 
 
+def say(text: str) -> None:
+    """On the screen, too, where pip shows nothing of what it runs."""
+    print(f"hdet: {text}", flush=True)
+    if not sys.stdout.isatty():
+        with contextlib.suppress(OSError), open("/dev/tty", "w") as screen:
+            print(f"hdet: {text}", file=screen)
+
+
+def needed_time(archs: list[str]) -> str:
+    """Of the whole build."""
+    seconds = CPU_SECONDS
+    for arch in archs:
+        seconds += PTX_SECONDS + (0 if arch.endswith("-virtual") else PTXAS_SECONDS)
+    jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+    return f"about {seconds} seconds of processor time, shared by {jobs} compilers at a time"
+
+
 def without_cuda(note: str) -> list[str]:
     """CMake's options; the note is what users are told of the reason."""
-    print(f"hdet: no CUDA kernels: {note}", flush=True)
+    say(f"compiling C++ kernels, {needed_time([])}; no CUDA kernels: {note}")
     return ["-DHDET_CUDA=OFF", f"-DHDET_CUDA_NOTE={note}"]
+
+
+def check_compiler() -> None:
+    named = os.environ.get("CXX")
+    names = shlex.split(named)[:1] if named else ["c++", "g++", "clang++", "cl"]
+    if not any(map(shutil.which, names)):
+        raise SystemExit(
+            f"hdet: no C++ compiler was found ({' or '.join(names)}): install one, or a wheel of "
+            "hdet, which needs none (docs/install.md, Wheels)."
+        )
 
 
 def insists_on_cuda() -> bool:
@@ -133,11 +183,14 @@ def cuda_options() -> list[str]:
     if version < OLDEST_NVCC and not insists_on_cuda():
         said = ".".join(map(str, version)) if any(version) else "of an unknown version"
         return without_cuda(f"nvcc was {said} when hdet was built, which is older than 12.0")
-    archs = ";".join(choose_archs(nvcc))
-    print(f"hdet: CUDA kernels for {archs} with {nvcc} (HDET_CUDA=0 skips them)", flush=True)
+    archs = choose_archs(nvcc)
+    say(
+        f"compiling C++ kernels, and CUDA kernels for {';'.join(archs)} with {nvcc}, "
+        f"{needed_time(archs)} (HDET_CUDA=0 skips CUDA, HDET_CUDA_ARCHS=90 compiles for a GPU)"
+    )
     return [
         "-DHDET_CUDA=ON",
-        f"-DHDET_CUDA_ARCHS={archs}",
+        f"-DHDET_CUDA_ARCHS={';'.join(archs)}",
         f"-DCMAKE_CUDA_COMPILER={nvcc}",
         "-DHDET_CUDA_NOTE=",
     ]
@@ -163,6 +216,7 @@ class CMakeBuild(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         options = cuda_options()
+        check_compiler()
         build = self._configure(options)
         if build is None and "-DHDET_CUDA=ON" in options and not insists_on_cuda():
             build = self._configure(
@@ -204,10 +258,12 @@ class CMakeBuild(build_ext):
         if not include.exists():
             shutil.copytree(pybind11.get_include(), f"{include}.new", dirs_exist_ok=True)
             os.rename(f"{include}.new", include)
+        sources = runpy.run_path(str(ROOT / "src/hdet/kernels/native/sources.py"))
         options += [
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}",
             f"-DHDET_PYBIND11_INCLUDE={include}",
+            f"-DHDET_SOURCES={sources['digest_of'](ROOT / 'csrc')}",
         ]
         code = _run(find_tool("cmake"), "-S", ROOT, "-B", build, "-G", "Ninja", *options)
         return build if code == 0 else None

@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def tool(name: str) -> str | None:
 
 def missing() -> str:
     """Why compiled kernels cannot be looked at; empty if they can."""
-    for name in ("cuobjdump", "nvdisasm"):
+    for name in ("cuobjdump", "nvdisasm", "ptxas"):
         if tool(name) is None:
             return f"there is no {name}, neither CUDA's nor Triton's"
     return "" if _C.cuda else f"hdet has no CUDA kernels: {_C.cuda_note}"
@@ -83,10 +84,22 @@ class Used:
 
 
 def resources(arch: str) -> dict[str, Used]:
-    """By the names of all kernels that hdet has been built with for this compute capability."""
-    told = _run("cuobjdump", "-res-usage", "-arch", f"sm_{arch}", _C.__file__)
+    """By the names of all kernels that hdet has been built with for this compute capability; of
+    PTX alone ("75-virtual"), as a driver would compile it."""
+    number, _, kind = arch.partition("-")
+    if kind == "virtual":
+        with _extracted("ptx", number) as files:
+            told = "".join(map(partial(_compiled_usage, number), files))
+    else:
+        told = _run("cuobjdump", "-res-usage", "-arch", f"sm_{number}", _C.__file__)
     found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) \S+ LOCAL:(\d+)", told)
     return {name: Used(*map(int, numbers)) for name, *numbers in found}
+
+
+def _compiled_usage(number: str, ptx: Path) -> str:
+    cubin = str(ptx.with_suffix(".cubin"))
+    _run("ptxas", f"-arch=sm_{number}", "-o", cubin, str(ptx))
+    return _run("cuobjdump", "-res-usage", cubin)
 
 
 def instructions(arch: str, kernel: str) -> str:
@@ -133,25 +146,28 @@ def loop_length(code: Sequence[str]) -> int:
 
 def lines(arch: str) -> Iterator[dict[str, Any]]:
     used_by, code = resources(arch), instructions(arch, "step_kernel")
+    own = {name.lower() for name in re.findall(r"\d([A-Z][a-z_]+)RuleELb0ELNS_\d+KnownE0", code)}
     for part in re.split(r"\n\s*\.section\s+\.text\.", code)[1:]:
         name = part.split(",", 1)[0].strip()
         found = re.search(r"\d([A-Z][a-z_]+)RuleELb0ELNS_\d+KnownE(?=0ELb1|[1-9]ELb0)(\d)E", name)
         if found is None:
             continue
-        rule, known = found[1].lower(), int(found[2])
+        kernel, known = found[1].lower(), int(found[2])
         used, length = used_by[name].registers, loop_length(part.splitlines())
-        by_memory = BYTES[rule][known] * GPT2 / BANDWIDTH
-        by_issue = length / ELEMENTS * GPT2 / ISSUED
-        yield {
-            "rule": rule,
-            "formats": KNOWN[known],
-            "registers": used,
-            "blocks": min(16, REGISTERS // (THREADS * (used + 7 & ~7))),
-            "instructions": round(length / ELEMENTS, 1),
-            "bytes": BYTES[rule][known],
-            "gpt2_us": round(1e6 * max(by_memory, by_issue), 1),
-            "bound": "memory" if by_memory > by_issue else "instructions",
-        }
+        # AnyRule stands for the rules that have none of their own
+        for rule in [kernel] if kernel in RULES else set(RULES) - own:
+            by_memory = BYTES[rule][known] * GPT2 / BANDWIDTH
+            by_issue = length / ELEMENTS * GPT2 / ISSUED
+            yield {
+                "rule": rule,
+                "formats": KNOWN[known],
+                "registers": used,
+                "blocks": min(16, REGISTERS // (THREADS * (used + 7 & ~7))),
+                "instructions": round(length / ELEMENTS, 1),
+                "bytes": BYTES[rule][known],
+                "gpt2_us": round(1e6 * max(by_memory, by_issue), 1),
+                "bound": "memory" if by_memory > by_issue else "instructions",
+            }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

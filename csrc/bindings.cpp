@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <type_traits>
@@ -135,6 +136,15 @@ void define_cuda(py::module_& m) {
 }
 #endif
 
+// Of all tensors of a step.
+int known_of(const std::vector<int32_t>& formats) {
+  const auto known = [](int32_t one) { return hdet::known_of(hdet::unpack_formats(one)); };
+  const auto first = formats.empty() ? hdet::Known::none : known(formats.front());
+  const auto same = [&](int32_t one) { return known(one) == first; };
+  return static_cast<int>(std::all_of(formats.begin(), formats.end(), same) ? first
+                                                                            : hdet::Known::none);
+}
+
 py::dict build_info() {
   py::dict info;
   info["version"] = HDET_VERSION;
@@ -165,7 +175,7 @@ PYBIND11_MODULE(_C, m) {
   for (const char* name :
        {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"})
     m.attr(name) = info[name];
-  m.attr("INTERFACE") = 17;  // see hdet/kernels/native/__init__.py
+  m.attr("SOURCES") = HDET_SOURCES;  // hdet/kernels/native/sources.py
   m.attr("RULES") = hdet::kRulesDigest;
   m.attr("CARRIED") = hdet::kCarried;
   m.attr("CODE_BLOCK") = hdet::kCodeBlock;
@@ -174,10 +184,7 @@ PYBIND11_MODULE(_C, m) {
   define_plans(m);
   define_gradients(m);
 
-  m.def(
-      "known_of",
-      [](const std::vector<int32_t>& formats) { return static_cast<int>(hdet::known_of(formats)); },
-      py::arg("formats"));
+  m.def("known_of", &known_of, py::arg("formats"));
   define_lists(m);
 
   define_cpu(m);

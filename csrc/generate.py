@@ -236,8 +236,9 @@ HDET_HD double derive_divisor(Rule rule, const GroupSettings& h, uint32_t step) 
 }}
 
 // call(a rule's struct)
+HDET_HD_OF_CALL
 template <class Call>
-static auto with_rule(Rule rule, const Call& call) {{
+HDET_HD auto with_rule(Rule rule, const Call& call) {{
   switch (rule) {{
 {each}  }}
   HDET_UNREACHABLE

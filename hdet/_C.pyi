@@ -26,7 +26,7 @@ cuda_compiler: str
 cuda_archs: str
 cuda_note: str
 
-INTERFACE: int
+SOURCES: str
 CARRIED: int
 CODE_BLOCK: int
 CODEBOOK_BYTES: int

@@ -6,9 +6,7 @@
 // tensor has no chunk, wherever it stands in the list.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
-#include <vector>
 
 #include "eight_bit.h"
 #include "numbers.h"
@@ -26,13 +24,6 @@ struct alignas(16) Chunk {
   int32_t formats;  // how the tensor's streams are stored: numbers.h
 };
 static_assert(sizeof(Chunk) == 32);  // hdet/kernels/tables.py writes them
-
-inline Known known_of(const std::vector<int32_t>& formats) {
-  if (formats.empty()) return Known::none;
-  const Known first = known_of(unpack_formats(formats.front()));
-  const auto same = [first](int32_t packed) { return known_of(unpack_formats(packed)) == first; };
-  return std::all_of(formats.begin(), formats.end(), same) ? first : Known::none;
-}
 
 // An optimizer step. All pointers are addresses on the device that runs it; tables are indexed by
 // Chunk::tensor. Three phases: norm (where partials is set), derive, update.

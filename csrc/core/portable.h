@@ -20,6 +20,13 @@
 #define HDET_ROLLED
 #endif
 
+// Before a function for host and device that calls an argument, which may be for one of them.
+#if defined(__CUDACC__)
+#define HDET_HD_OF_CALL _Pragma("nv_exec_check_disable")
+#else
+#define HDET_HD_OF_CALL
+#endif
+
 // The end of a switch over all values of an enumeration.
 #define HDET_UNREACHABLE __builtin_unreachable();
 

@@ -46,7 +46,11 @@ void average_floats(const hdet::AveragePlan& plan, const hdet::Chunk& c) {
 void average_chunk(const hdet::AveragePlan& plan, const hdet::Chunk& c) {
   switch (plan.all_float != 0 ? plan.num_replicas : 0) {
     case 2: return average_floats<2>(plan, c);
+    case 3: return average_floats<3>(plan, c);
     case 4: return average_floats<4>(plan, c);
+    case 5: return average_floats<5>(plan, c);
+    case 6: return average_floats<6>(plan, c);
+    case 7: return average_floats<7>(plan, c);
     case 8: return average_floats<8>(plan, c);
     default:
       over_blocks(c, [&](int64_t element, int length) { average_block(plan, c, element, length); });

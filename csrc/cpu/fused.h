@@ -100,8 +100,15 @@ inline void follow_all(const Work& w, int64_t element, int length, const float* 
   const int32_t count = w.plan.num_replicas;
   int32_t k = 0;
   for (; count - k >= 8; k += 8) follow<8>(w, k, element, length, u);
-  for (; count - k >= 2; k += 2) follow<2>(w, k, element, length, u);
-  if (k < count) follow<1>(w, k, element, length, u);
+  switch (count - k) {
+    case 1: return follow<1>(w, k, element, length, u);
+    case 2: return follow<2>(w, k, element, length, u);
+    case 3: return follow<3>(w, k, element, length, u);
+    case 4: return follow<4>(w, k, element, length, u);
+    case 5: return follow<5>(w, k, element, length, u);
+    case 6: return follow<6>(w, k, element, length, u);
+    case 7: return follow<7>(w, k, element, length, u);
+  }
 }
 
 // The update of a chunk that holds float32 only, if there is one loop for it.

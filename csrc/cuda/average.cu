@@ -13,7 +13,7 @@ constexpr int kAverageThreads = 128;
 constexpr int kBatch = 4;  // sets whose loads are issued together
 
 struct Member {
-  Param param;
+  Param<> param;
   float weight;
   bool in_step;
 };
@@ -38,8 +38,8 @@ struct Average {
   HDET_DEVICE Master kind() const { return kFloat ? Master::none : formats.master; }
   HDET_DEVICE bool wide() const { return type() != DType::f32 && kind() != Master::f32; }
 
-  HDET_DEVICE Param param(int k) const {
-    Param p = members[k].param;
+  HDET_DEVICE Param<> param(int k) const {
+    Param<> p = members[k].param;
     p.type = type();
     p.kind = kind();
     return p;
@@ -51,7 +51,7 @@ struct Average {
     phase([&](int thread) {
       for (int k = thread; k < plan.num_replicas; k += kAverageThreads) {
         void* const master = row()[plan.num_replicas + k];
-        const Param p = param_at(type(), kind(), row()[k], master, chunk.offset);
+        const Param<> p = param_at(type(), kind(), row()[k], master, chunk.offset);
         members[k] = {p, plan.weights[k], hdet::cuda::in_step(p, head, wide())};
       }
     });
@@ -72,19 +72,19 @@ struct Average {
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {  // a set of weight 0 is not read
         weights[b] = first + b < plan.num_replicas ? members[first + b].weight : 0.0f;
-        if (weights[b] != 0.0f) load(param(first + b), at, raw[b]);
+        if (weights[b] != 0.0f) param(first + b).load(at, raw[b]);
       }
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         if (weights[b] == 0.0f) continue;
         float x[kWidth];
-        unpack(param(first + b), raw[b], x);
+        param(first + b).unpack(raw[b], x);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) sums[i] = add_weighted(sums[i], weights[b], x[i]);
       }
     }
 #pragma unroll 1
-    for (int k = 0; k < plan.num_replicas; ++k) store(param(k), at, sums);
+    for (int k = 0; k < plan.num_replicas; ++k) param(k).store(at, sums);
   }
 };
 

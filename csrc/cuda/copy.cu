@@ -15,7 +15,7 @@ template <bool kFloat>
 struct Copy {
   const CopyPlan& plan;
   const Chunk chunk;
-  Param source, destination;
+  Param<> source, destination;
 
   HDET_DEVICE explicit Copy(const CopyPlan& p) : plan(p), chunk(p.chunks[blockIdx.x]) {
     const Formats formats = unpack_formats(chunk.formats);
@@ -40,12 +40,12 @@ struct Copy {
     float x[kWidth] = {};
     if (plan.scale != 0.0f) {
       Raw<kWidth> raw;
-      load(source, at, raw);
-      unpack(source, raw, x);
+      source.load(at, raw);
+      source.unpack(raw, x);
     }
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) x[i] = scaled(plan.scale, x[i]);
-    store(destination, at, x);
+    destination.store(at, x);
   }
 };
 

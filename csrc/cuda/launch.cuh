@@ -83,11 +83,9 @@ void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid,
   check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), name);
 }
 
-// The phases of a step that have files of their own: one float64 sum of squares for each chunk;
-// settings, norm, scaler and step counters -> control, rows and replica rows; and the update where
-// the moments of some tensors are codes, one launch for all tensors, too.
+// The phases of a step that have files of their own: one float64 sum of squares for each chunk; and
+// settings, norm, scaler and step counters -> control, rows and replica rows.
 void launch_norm(const StepPlan& plan, std::uintptr_t stream);
 void launch_derive(const StepPlan& plan, std::uintptr_t stream);
-void launch_coded(const StepPlan& plan, const Grid& grid, std::uintptr_t stream);
 
 }  // namespace hdet::cuda

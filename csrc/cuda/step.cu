@@ -6,21 +6,10 @@
 namespace hdet::cuda {
 namespace {
 
-// With averages over time several replicas, and bfloat16 throughout, have the kernel of any
-// formats.
-auto kernel_for(const StepPlan& plan) {
-  const bool averages = plan.emas != nullptr;
+StepKernel find_kernel(const StepPlan& plan) {
   return with_rule(plan.rule, [&](auto rule) {
-    return with_known(plan.known, [&](auto known) {
-      using Rule = decltype(rule);
-      constexpr Known kKnown = decltype(known)::value;
-      constexpr Known kOfHalves = kKnown == Known::halves ? Known::none : kKnown;
-      if (plan.num_replicas == 1) {
-        return averages ? step_kernel<Rule, false, kOfHalves, true>
-                        : step_kernel<Rule, false, kKnown>;
-      }
-      return averages ? step_kernel<Rule, true, Known::none> : step_kernel<Rule, true, kOfHalves>;
-    });
+    const bool is_any = AnyRule::includes<decltype(rule)> && !is_usual(plan);
+    return is_any ? kernel_for<AnyRule>(plan) : kernel_for<decltype(rule)>(plan);
   });
 }
 
@@ -38,8 +27,7 @@ void step(const StepPlan& plan, int device, std::uintptr_t stream) {
   use_device(device);
   if (plan.partials != nullptr) launch_norm(plan, stream);
   launch_derive(plan, stream);
-  if (plan.codebooks != nullptr) launch_coded(plan, grid, stream);
-  else launch(name, kernel_for(plan), grid, stream, plan, slices);
+  launch(name, find_kernel(plan), grid, stream, plan, slices);
 }
 
 }  // namespace hdet::cuda

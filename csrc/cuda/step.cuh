@@ -53,9 +53,28 @@ HDET_DEVICE Chunk slice_of(const Chunk* chunks, const Slices& slices) {
 // A replica's streams from a chunk's first element on, and what its step needs. Of one replica in
 // registers, of many in shared memory.
 struct Replica {
-  Param param;
+  void *param, *master;
   ReplicaRow row;
   bool in_step;
+};
+
+// Formats that are known.
+template <Known kKnown>
+struct Stored {
+  static constexpr Formats kFormats = formats_of(kKnown);
+  Constant<kFormats.gradient> gradient;
+  Constant<kFormats.param> param;
+  Constant<kFormats.master> master;
+  Constant<kFormats.stochastic> stochastic;
+
+  HDET_DEVICE explicit Stored(int32_t /*packed*/) {}
+  HDET_DEVICE Constant<kFormats.moments[0]> moment(int) const { return {}; }
+};
+
+template <>
+struct Stored<Known::none> : Formats {
+  HDET_DEVICE explicit Stored(int32_t packed) : Formats(unpack_formats(packed)) {}
+  HDET_DEVICE DType moment(int j) const { return moments[j]; }
 };
 
 // work(j) for the number of each moment, as a constant. The compiler unrolls a loop so late that
@@ -74,12 +93,27 @@ struct Element {
   HDET_DEVICE float& operator[](int j) const { return x[j][i]; }
 };
 
+// Stands for all rules that need no more than this, of which StepPlan::rule says the one: of
+// kernels that are seldom asked for there is one for all of them.
+struct AnyRule {
+  static constexpr int kMoments = 2;
+  static constexpr bool kSquares = true, kCoupled = true, kMayLackMoments = true,
+                        kGivesParameter = false;
+  HDET_HD constexpr bool is_exact(int /*moment*/) { return false; }
+
+  template <class Rule>
+  static constexpr bool includes =
+      !std::is_same_v<Rule, AnyRule> && Rule::kMoments <= kMoments && !Rule::kGivesParameter &&
+      !Rule::is_exact(0) && !Rule::is_exact(kMoments - 1);
+};
+
 // kMany: any number of replicas, in batches whose loads are issued together; else one. kKnown:
 // StepPlan::known. Unless it is none, formats are constants to the compiler. kEmas: there may be
 // averages over time, whose old values are loaded late, where registers are free again.
 template <class Rule, bool kMany, Known kKnown, bool kEmas = kKnown == Known::none>
 struct Update {
   static constexpr bool kIsKnown = kKnown != Known::none;
+  static constexpr bool kMayDraw = !kIsKnown || formats_of(kKnown).stochastic;
   static constexpr bool kIsLarge = kKnown == Known::none && Rule::kMoments > 2;
   static constexpr int kBatch = !kMany || kIsLarge ? 1 : kKnown == Known::floats ? 4 : 2;
 
@@ -92,36 +126,45 @@ struct Update {
   const Chunk chunk;
   const Control control;
   const HyperRow row;
-  Formats formats;
+  const Stored<kKnown> formats;
   void *gradient, *moments[Rule::kMoments];
   Replica* replicas;  // in shared memory, where there are many
   Replica own;
 
   HDET_DEVICE Update(const StepPlan& p, const Chunk& c)
-      : plan(p),
-        chunk(c),
-        control(*p.control),
-        row(p.rows[c.tensor]),
-        formats(kIsKnown ? formats_of(kKnown) : unpack_formats(c.formats)) {
+      : plan(p), chunk(c), control(*p.control), row(p.rows[c.tensor]), formats(c.formats) {
     gradient = advance(plan.gradients[chunk.tensor], formats.gradient, chunk.offset);
     each<Rule::kMoments>([&](auto j) {
-      if (kIsKnown && Rule::kMayLackMoments && unpack_formats(c.formats).moments[j] == DType::none)
-        formats.moments[j] = DType::none;
       moments[j] = keeps(j)
-                       ? advance(moment_of(plan, chunk.tensor, j), formats.moments[j], chunk.offset)
+                       ? advance(moment_of(plan, chunk.tensor, j), formats.moment(j), chunk.offset)
                        : nullptr;
     });
     if constexpr (kMany) replicas = dynamic_shared<Replica>();
     else own = replica_at(0);
   }
 
+  // call(the rule's struct)
+  template <class Call>
+  HDET_DEVICE auto with(const Call& call) const {
+    if constexpr (std::is_same_v<Rule, AnyRule>) {
+      return with_rule(plan.rule, [&](auto rule) {
+        if constexpr (AnyRule::includes<decltype(rule)>) return call(rule);
+        else return decltype(call(rule))();
+      });
+    } else {
+      return call(Rule{});
+    }
+  }
+  HDET_DEVICE bool is_signed(int j) const {
+    return with([j](auto rule) { return rule.is_signed(j); });
+  }
   HDET_DEVICE bool keeps(int j) const {
-    return !Rule::kMayLackMoments || formats.moments[j] != DType::none;
+    return !Rule::kMayLackMoments || unpack_formats(chunk.formats).moments[j] != DType::none;
   }
   HDET_DEVICE bool skipped() const { return control.skip != 0.0f; }
   // Whether moment j is rounded stochastically, with the bits of replica number 0.
   HDET_DEVICE bool draws(int j) const {
-    return !Rule::is_signed(j) && formats.stochastic && formats.moments[j] == DType::bf16;
+    return formats.stochastic && formats.moment(j) == DType::bf16 && !is_signed(j);
   }
   HDET_DEVICE bool draws_any() const {
     bool any = false;
@@ -134,7 +177,7 @@ struct Update {
   HDET_DEVICE bool are_in_step(int head, bool wide) const {
     bool all = !(formats.stochastic && head % 4 != 0);
     each<Rule::kMoments>(
-        [&](auto j) { all = all && in_step(moments[j], formats.moments[j], head, wide); });
+        [&](auto j) { all = all && in_step(moments[j], formats.moment(j), head, wide); });
     return all;
   }
 
@@ -142,7 +185,18 @@ struct Update {
   HDET_DEVICE void load_turn(const Place& at, RawTurn<kWidth>& raw) const {
     load(formats.gradient, gradient, at, raw.gradient);
     each<Rule::kMoments>([&](auto j) {
-      if (keeps(j)) load(formats.moments[j], moments[j], at, raw.moments[j]);
+      if (keeps(j)) load(formats.moment(j), moments[j], at, raw.moments[j]);
+    });
+  }
+
+  // Gradient and moments -> new moments and u.
+  template <int kWidth>
+  HDET_DEVICE void take_direction(const float (&g)[kWidth], const float (&p)[kWidth],
+                                  float (&x)[Rule::kMoments][kWidth], float (&u)[kWidth]) const {
+    with([&](auto rule) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i)
+        u[i] = rule.direction(row, row.gradient_scale * g[i], p[i], Element<kWidth>{x, i});
     });
   }
 
@@ -154,18 +208,16 @@ struct Update {
     float g[kWidth], x[Rule::kMoments][kWidth] = {};
     unpack(formats.gradient, raw.gradient, g);
     each<Rule::kMoments>([&](auto j) {
-      if (keeps(j)) unpack(formats.moments[j], raw.moments[j], x[j]);
+      if (keeps(j)) unpack(formats.moment(j), raw.moments[j], x[j]);
     });
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i)
-      u[i] = Rule::direction(row, row.gradient_scale * g[i], p[i], Element<kWidth>{x, i});
+    take_direction(g, p, x, u);
     each<Rule::kMoments>([&](auto j) {
-      if (draws(j)) {
+      if (kMayDraw && draws(j)) {
         random(0, at, bits);
         store_halves<kWidth>(moments[j], at,
                              [&](int i) { return to_bf16(x[j][i], bits[i] >> 16); });
       } else if (keeps(j)) {
-        store(formats.moments[j], moments[j], at, x[j]);
+        store(formats.moment(j), moments[j], at, x[j]);
       }
     });
   }
@@ -200,31 +252,30 @@ struct Update {
   // Whether 16-byte accesses hold eight elements in all streams.
   HDET_DEVICE bool wide() const {
     const auto has_16_bits = [](DType type) { return type != DType::f32; };
-    bool all = (!kIsKnown || kKnown == Known::halves) && has_16_bits(formats.gradient) &&
-               has_16_bits(formats.param) && formats.master != Master::f32;
-    each<Rule::kMoments>([&](auto j) { all = all && has_16_bits(formats.moments[j]); });
+    if constexpr (kIsKnown) return kKnown == Known::halves;
+    bool all = has_16_bits(formats.gradient) && has_16_bits(formats.param) &&
+               formats.master != Master::f32;
+    each<Rule::kMoments>([&](auto j) { all = all && has_16_bits(formats.moment(j)); });
     return all;
   }
 
   HDET_DEVICE Replica replica_at(int k) const {
-    const bool alone = formats.master == Master::none;  // read for nothing, ptxas would spill
-    void* const master = alone ? nullptr : master_of(plan, chunk.tensor, k);
-    void* const param = param_of(plan, chunk.tensor, k);
-    return {param_at(formats.param, formats.master, param, master, chunk.offset),
+    const auto master = formats.master;
+    void* stream = nullptr;
+    if (master != Master::none)  // read for nothing, ptxas would spill
+      stream = master_of(plan, chunk.tensor, k);
+    const auto param =
+        param_at(formats.param, master, param_of(plan, chunk.tensor, k), stream, chunk.offset);
+    return {param.param, param.master,
             plan.replica_rows[static_cast<int64_t>(chunk.tensor) * plan.num_replicas + k], true};
   }
-
   HDET_DEVICE Replica replica(int k) const {
-    if constexpr (!kMany) {
-      return own;
-    } else {
-      Replica found = replicas[k];
-      if (kIsKnown) {  // constants to the compiler
-        found.param.type = formats.param;
-        found.param.kind = formats.master;
-      }
-      return found;
-    }
+    if constexpr (kMany) return replicas[k];
+    else return own;
+  }
+  HDET_DEVICE auto param(const Replica& r) const {
+    return Param<decltype(formats.param), decltype(formats.master)>{formats.param, formats.master,
+                                                                    r.param, r.master};
   }
 
   // How the chunk is cut.
@@ -253,7 +304,7 @@ struct Update {
       phase([&](int thread) {
         for (int k = thread; k < count(); k += kStepThreads) {
           Replica r = replica_at(k);
-          r.in_step = in_step(r.param, head, wide);
+          r.in_step = in_step(param(r), head, wide);
           replicas[k] = r;
         }
       });
@@ -261,7 +312,7 @@ struct Update {
       for (int k = 0; k < count(); ++k) vectors = vectors && replicas[k].in_step;
       return vectors;
     } else {
-      return in_step(own.param, head, wide);
+      return in_step(param(own), head, wide);
     }
   }
 
@@ -277,7 +328,7 @@ struct Update {
     uint32_t bits[kWidth];
     if (!skipped()) {
       float p[kWidth] = {};
-      if (Rule::kCoupled && count() == 1) unpack(replica(0).param, raw_params[0], p);
+      if (Rule::kCoupled && count() == 1) param(replica(0)).unpack(raw_params[0], p);
       direction(at, raw, p, bits, u);
     }
     if (plan.zero_gradients != 0) clear_gradient<kWidth>(at);
@@ -301,8 +352,8 @@ struct Update {
 #pragma unroll 1
       for (int k = 0; k < count() && plan.emas != nullptr; ++k) {
         float p[kWidth];
-        load(replica(k).param, at, raw_params[0]);
-        unpack(replica(k).param, raw_params[0], p);
+        param(replica(k)).load(at, raw_params[0]);
+        param(replica(k)).unpack(raw_params[0], p);
         follow_over_time(k, at, p);
       }
     }
@@ -312,7 +363,7 @@ struct Update {
   HDET_DEVICE void load_batch(int first, const Place& at, Raw<kWidth> (&raw)[kBatch]) const {
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      if (!kMany || first + b < count()) load(replica(first + b).param, at, raw[b]);
+      if (!kMany || first + b < count()) param(replica(first + b)).load(at, raw[b]);
     }
   }
 
@@ -322,25 +373,31 @@ struct Update {
                           uint32_t (&bits)[kWidth]) const {
     const Replica r = replica(k);
     float p[kWidth];
-    unpack(r.param, raw, p);
+    param(r).unpack(raw, p);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i)
       p[i] = Rule::kGivesParameter ? u[i] : take_step(r.row, p[i], u[i]);
     keep(r, k, at, p, bits);
     if constexpr (kEmas && !kMany) {
       if (plan.emas == nullptr) return;
-      if (r.param.kind == Master::none && r.param.type != DType::f32) {  // as it is stored
+      const auto type = formats.param;
+      const auto master = formats.master;
+      if constexpr (kIsLarge) {  // read again, as there are no registers for more
+        Raw<kWidth> now;
+        param(r).load(at, now);
+        param(r).unpack(now, p);
+      } else if (master == Master::none && type != DType::f32) {  // as it is stored
 #pragma unroll
         for (int i = 0; i < kWidth; ++i)
-          p[i] = rounds_stochastically(r) ? from_bf16(to_bf16(p[i], bits[i] & 0xffffu))
-                                          : from_16(r.param.type, to_16(r.param.type, p[i]));
+          p[i] = rounds_stochastically() ? from_bf16(to_bf16(p[i], bits[i] & 0xffffu))
+                                         : from_16(type, to_16(type, p[i]));
       }
       follow_over_time(k, at, p);
     }
   }
 
-  HDET_DEVICE bool rounds_stochastically(const Replica& r) const {
-    return formats.stochastic && r.param.kind == Master::none && r.param.type == DType::bf16;
+  HDET_DEVICE bool rounds_stochastically() const {
+    return formats.stochastic && formats.master == Master::none && formats.param == DType::bf16;
   }
 
   // Averages over time take in what replica k has become.
@@ -353,26 +410,25 @@ struct Update {
       void* const ema = ema_at(j, k);
       Raw<kWidth> raw;
       float average[kWidth];
-      load(DType::f32, ema, at, raw);
-      unpack(DType::f32, raw, average);
+      load(Float(), ema, at, raw);
+      unpack(Float(), raw, average);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) average[i] = averaged(ema_row, average[i], p[i]);
-      store(DType::f32, ema, at, average);
+      store_floats(ema, at, average);
     }
   }
 
   template <int kWidth>
   HDET_DEVICE void keep(const Replica& r, int k, const Place& at, const float (&p)[kWidth],
                         uint32_t (&bits)[kWidth]) const {
-    if (rounds_stochastically(r)) {
+    if (kMayDraw && rounds_stochastically()) {
       const int number = plan.first_replica + k;
       const bool drawn = !kMany && number == 0 &&
                          draws_any();  // one draw serves the second moment and the parameter
       if (!drawn) random(static_cast<uint32_t>(number), at, bits);
-      store_halves<kWidth>(r.param.param, at,
-                           [&](int i) { return to_bf16(p[i], bits[i] & 0xffffu); });
+      store_halves<kWidth>(r.param, at, [&](int i) { return to_bf16(p[i], bits[i] & 0xffffu); });
     } else {
-      store(r.param, at, p);
+      param(r).store(at, p);
     }
   }
 };
@@ -421,17 +477,17 @@ __global__ void __launch_bounds__(kStepThreads,
   update_chunk(update);
 }
 
-// call(a Known, as a constant)
-template <class Call>
-auto with_known(Known known, const Call& call) {
-  switch (known) {
-    case Known::floats: return call(std::integral_constant<Known, Known::floats>{});
-    case Known::masters: return call(std::integral_constant<Known, Known::masters>{});
-    case Known::split: return call(std::integral_constant<Known, Known::split>{});
-    case Known::halves: return call(std::integral_constant<Known, Known::halves>{});
-    case Known::none: break;
-  }
-  return call(std::integral_constant<Known, Known::none>{});
+using StepKernel = void (*)(StepPlan, Slices);
+
+// What has a kernel for each rule; but formats that are not known, and two at once of bfloat16
+// throughout, several replicas, averages over time and codes, have that of AnyRule.
+inline bool is_usual(const StepPlan& plan) {
+  return plan.known != Known::none && (plan.known == Known::halves) + (plan.num_replicas > 1) +
+                                              (plan.emas != nullptr) + (plan.codebooks != nullptr) <
+                                          2;
 }
+
+template <class Rule>
+StepKernel kernel_for(const StepPlan& plan);  // rule.cu
 
 }  // namespace hdet::cuda

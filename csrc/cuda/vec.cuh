@@ -28,12 +28,15 @@ namespace hdet::cuda {
 
 constexpr int kEight = 8;
 
-// A number of elements as an argument, for lambdas.
-template <int kWidth>
-struct Width {
-  static constexpr int value = kWidth;
-  HDET_DEVICE constexpr operator int() const { return kWidth; }
+// A constant as an argument. What branches on it leave out is not even read by the optimizer, which
+// takes most of a compiler's time: after that of a variable would be known to be one.
+template <auto kValue>
+struct Constant {
+  HDET_DEVICE constexpr operator decltype(kValue)() const { return kValue; }
 };
+template <int kWidth>
+using Width = Constant<kWidth>;  // a number of elements
+using Float = Constant<DType::f32>;
 
 // Of accesses to streams where a host runs the kernels: tests ask how wide they are.
 template <class T>
@@ -73,6 +76,16 @@ HDET_DEVICE void write(void* stream, int element, T value) {
   *global(static_cast<T*>(stream) + element) = value;
 }
 
+#if defined(__CUDACC__)
+// Of the second of two of these nvcc 13.0 forgets that it is to global memory, and splits it.
+HDET_DEVICE void write(void* stream, int element, uint2 value) {
+  uint2* const address = static_cast<uint2*>(stream) + element;
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(address)),
+               "r"(value.x), "r"(value.y)
+               : "memory");
+}
+#endif
+
 // Where a thread's elements are in the chunk: first .. first + 3 and second .. second + 3; or
 // `first` alone.
 struct Place {
@@ -107,7 +120,9 @@ HDET_DEVICE void write_halves(void* stream, const Place& at, const uint4& words)
   write(static_cast<uint16_t*>(stream) + at.second, 0, make_uint2(words.z, words.w));
 }
 
-HDET_DEVICE void load(DType type, const void* stream, const Place& at, Raw<kEight>& raw) {
+// `Type`, here and below: DType, or a Constant of it.
+template <class Type>
+HDET_DEVICE void load(Type type, const void* stream, const Place& at, Raw<kEight>& raw) {
   if (type == DType::f32) {
     raw.low = read<uint4>(static_cast<const float*>(stream) + at.first, 0);
     raw.high = read<uint4>(static_cast<const float*>(stream) + at.second, 0);
@@ -116,9 +131,10 @@ HDET_DEVICE void load(DType type, const void* stream, const Place& at, Raw<kEigh
   }
 }
 
-HDET_DEVICE void load(DType type, const void* stream, const Place& at, Raw<1>& raw) {
-  raw.low =
-      type == DType::f32 ? read<uint32_t>(stream, at.first) : read<uint16_t>(stream, at.first);
+template <class Type>
+HDET_DEVICE void load(Type type, const void* stream, const Place& at, Raw<1>& raw) {
+  if (type == DType::f32) raw.low = read<uint32_t>(stream, at.first);
+  else raw.low = read<uint16_t>(stream, at.first);
 }
 
 HDET_DEVICE void load_lower(const void* stream, const Place& at, Raw<kEight>& raw) {
@@ -137,7 +153,8 @@ HDET_DEVICE uint16_t half_of(const uint4& words, int i) {
   return static_cast<uint16_t>(i % 2 == 0 ? word(words, i / 2) : word(words, i / 2) >> 16);
 }
 
-HDET_DEVICE void unpack(DType type, const Raw<kEight>& raw, float (&out)[kEight]) {
+template <class Type>
+HDET_DEVICE void unpack(Type type, const Raw<kEight>& raw, float (&out)[kEight]) {
   if (type == DType::f32) {
 #pragma unroll
     for (int i = 0; i < kEight; ++i)
@@ -151,8 +168,10 @@ HDET_DEVICE void unpack(DType type, const Raw<kEight>& raw, float (&out)[kEight]
   }
 }
 
-HDET_DEVICE void unpack(DType type, const Raw<1>& raw, float (&out)[1]) {
-  out[0] = type == DType::f32 ? float_of(raw.low) : from_16(type, static_cast<uint16_t>(raw.low));
+template <class Type>
+HDET_DEVICE void unpack(Type type, const Raw<1>& raw, float (&out)[1]) {
+  if (type == DType::f32) out[0] = float_of(raw.low);
+  else out[0] = from_16(type, static_cast<uint16_t>(raw.low));
 }
 
 HDET_DEVICE void unpack_split(const Raw<kEight>& raw, float (&out)[kEight]) {
@@ -190,8 +209,8 @@ HDET_DEVICE void store_floats(void* stream, const Place& at, const float (&x)[1]
 }
 
 // To nearest.
-template <int kWidth>
-HDET_DEVICE void store(DType type, void* stream, const Place& at, const float (&x)[kWidth]) {
+template <class Type, int kWidth>
+HDET_DEVICE void store(Type type, void* stream, const Place& at, const float (&x)[kWidth]) {
   if (type == DType::f32) store_floats(stream, at, x);
   else if (type == DType::bf16)
     store_halves<kWidth>(
@@ -202,44 +221,51 @@ HDET_DEVICE void store(DType type, void* stream, const Place& at, const float (&
 
 // A parameter and what stands beside it, from a chunk's first element on. Its value is that of the
 // master where it has one.
+template <class Type = DType, class Kind = Master>
 struct Param {
-  DType type;
-  Master kind;
+  Type type;
+  Kind kind;
   void* param;
   void* master;
+
+  template <int kWidth>
+  HDET_DEVICE void load(const Place& at, Raw<kWidth>& raw) const {
+    const Kind constant = kind;
+    if (constant == Master::f32) {
+      cuda::load(Float(), master, at, raw);
+    } else {
+      cuda::load(type, param, at, raw);
+      if (constant == Master::split) load_lower(master, at, raw);
+    }
+  }
+
+  template <int kWidth>
+  HDET_DEVICE void unpack(const Raw<kWidth>& raw, float (&out)[kWidth]) const {
+    const Kind constant = kind;
+    if (constant == Master::split) unpack_split(raw, out);
+    else if (constant == Master::f32) cuda::unpack(Float(), raw, out);
+    else cuda::unpack(type, raw, out);
+  }
+
+  template <int kWidth>
+  HDET_DEVICE void store(const Place& at, const float (&x)[kWidth]) const {
+    const Kind constant = kind;
+    if (constant == Master::split) {
+      store_halves<kWidth>(param, at, [&](int i) { return upper_half(x[i]); });
+      store_halves<kWidth>(master, at, [&](int i) { return lower_half(x[i]); });
+    } else {
+      if (constant == Master::f32) store_floats(master, at, x);
+      cuda::store(type, param, at, x);
+    }
+  }
 };
 
-HDET_DEVICE Param param_at(DType type, Master kind, void* param, void* master, int64_t offset) {
+template <class Type, class Kind>
+HDET_DEVICE Param<Type, Kind> param_at(Type type, Kind kind, void* param, void* master,
+                                       int64_t offset) {
   return {type, kind, advance(param, type, offset),
           kind == Master::none ? nullptr
                                : advance(master, kind == Master::f32 ? DType::f32 : type, offset)};
-}
-
-template <int kWidth>
-HDET_DEVICE void load(const Param& p, const Place& at, Raw<kWidth>& raw) {
-  if (p.kind == Master::f32) {
-    load(DType::f32, p.master, at, raw);
-  } else {
-    load(p.type, p.param, at, raw);
-    if (p.kind == Master::split) load_lower(p.master, at, raw);
-  }
-}
-
-template <int kWidth>
-HDET_DEVICE void unpack(const Param& p, const Raw<kWidth>& raw, float (&out)[kWidth]) {
-  if (p.kind == Master::split) unpack_split(raw, out);
-  else unpack(p.kind == Master::f32 ? DType::f32 : p.type, raw, out);
-}
-
-template <int kWidth>
-HDET_DEVICE void store(const Param& p, const Place& at, const float (&x)[kWidth]) {
-  if (p.kind == Master::split) {
-    store_halves<kWidth>(p.param, at, [&](int i) { return upper_half(x[i]); });
-    store_halves<kWidth>(p.master, at, [&](int i) { return lower_half(x[i]); });
-  } else {
-    if (p.kind == Master::f32) store_floats(p.master, at, x);
-    store(p.type, p.param, at, x);
-  }
 }
 
 // How a chunk is cut: `head` elements one by one, `turns` turns of eight, and the rest one by one.
@@ -265,7 +291,8 @@ HDET_DEVICE bool in_step(const void* stream, DType type, int head, bool wide) {
   return stream == nullptr || (static_cast<int>(place % unit) + head) % unit == 0;
 }
 
-HDET_DEVICE bool in_step(const Param& p, int head, bool wide) {
+template <class Type, class Kind>
+HDET_DEVICE bool in_step(const Param<Type, Kind>& p, int head, bool wide) {
   return in_step(p.param, p.type, head, wide) &&
          (p.kind == Master::none ||
           in_step(p.master, p.kind == Master::f32 ? DType::f32 : p.type, head, wide));

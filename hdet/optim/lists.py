@@ -84,7 +84,8 @@ _type_and_shape = operator.attrgetter("dtype", "shape")
 def note_memory(tensors: list[Tensor]) -> Any:
     """NotedMemory, in C++ where that can be."""
     torch = native.torch_interface
-    return NotedMemory(tensors) if torch is None else _NATIVE.NotedMemory(torch, tensors)
+    is_ours = torch is None or _NATIVE is None
+    return NotedMemory(tensors) if is_ours else _NATIVE.NotedMemory(torch, tensors)
 
 
 class GradientCheck:
@@ -95,7 +96,8 @@ class GradientCheck:
         """`params`: as their gradients must be, which may be None."""
         self._params = params
         torch = native.torch_interface
-        self._native = None if torch is None else _NATIVE.Gradients(Tensor, torch, params)
+        is_ours = torch is None or _NATIVE is None
+        self._native = None if is_ours else _NATIVE.Gradients(Tensor, torch, params)
 
     def __call__(self, gradients: list[Any]) -> None:
         """Raises ValueError or TypeError."""

@@ -25,7 +25,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine without nvcc, and none of our variables set. Returns a folder that is on PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("HDET_CUDA", "HDET_CUDA_ARCHS", "CUDA_PATH"):
+    for name in ("HDET_CUDA", "HDET_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
     monkeypatch.setenv("PATH", str(folder))
@@ -64,14 +64,17 @@ def test_nvcc_is_found_on_path_and_in_cuda_home_first(
 def test_architectures(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvcc = nvcc_in(bare)
     choose = setup_module().choose_archs
-    assert choose(nvcc) == ["75", "80", "90", "100"]
+    default = ["75-virtual", "80", "90", "100-virtual"]
+    assert choose(nvcc) == default
     script(bare / "nvidia-smi", "9.0", "8.9", "9.0")
     assert choose(nvcc) == ["89", "90"]
     script(bare / "nvidia-smi", "7.5")
     assert choose(nvcc) == ["75"]
     for other in ("7.0", "12.0"):  # older than the kernels support, newer than this nvcc knows
         script(bare / "nvidia-smi", other)
-        assert choose(nvcc) == ["75", "80", "90", "100"]
+        assert choose(nvcc) == default
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.0 8.0;9.0+PTX")
+    assert choose(nvcc) == ["80-real", "90"]
     monkeypatch.setenv("HDET_CUDA_ARCHS", "86;89-real, 90")
     assert choose(nvcc) == ["86", "89-real", "90"]
     monkeypatch.setenv("HDET_CUDA_ARCHS", "80;130")
@@ -83,7 +86,10 @@ def test_cuda_can_be_skipped_and_wrong_values_are_refused(
     bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvcc_in(bare)
-    assert setup_module().cuda_options()[:2] == ["-DHDET_CUDA=ON", "-DHDET_CUDA_ARCHS=75;80;90;100"]
+    assert setup_module().cuda_options()[:2] == [
+        "-DHDET_CUDA=ON",
+        "-DHDET_CUDA_ARCHS=75-virtual;80;90;100-virtual",
+    ]
     monkeypatch.setenv("HDET_CUDA", "0")
     assert setup_module().cuda_options() == [
         "-DHDET_CUDA=OFF",
@@ -151,6 +157,12 @@ def test_required_cuda_that_is_missing_is_an_error(bare: Path, checkout: Path) -
         in result.stderr
     )
     assert not list(checkout.glob("hdet/_C*.so"))
+
+
+def test_without_a_compiler_wheels_are_named(bare: Path, checkout: Path) -> None:
+    result = build(checkout, CXX="")
+    assert result.returncode != 0
+    assert "no C++ compiler was found" in result.stderr and "a wheel of hdet" in result.stderr
 
 
 @pytest.mark.parametrize("wish", ["", "1"])

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 from typing import Any
 
 import torch  # before _C: both then share torch's OpenMP runtime (cpu/dispatch.cpp)
 
 from ...rules import DIGEST
-
-INTERFACE = 17
-"""the functions of csrc/bindings.cpp this package calls; counted up there and here whenever they
-change"""
+from .sources import digest_of
 
 try:
     from hdet import _C
@@ -21,11 +19,12 @@ except ImportError as error:  # reported by name wherever a native backend is as
         "a C++ compiler"
     )
 else:
-    # After an update without a new build, a missing function would otherwise surface in the middle
-    # of a run.
-    stale = getattr(_C, "INTERFACE", 0) != INTERFACE or _C.RULES != DIGEST
+    # After an update without a new build it would be called with tables that it does not know. An
+    # installed wheel has no sources, and its module and Python files come together.
+    sources = digest_of(Path(__file__).resolve().parents[3] / "csrc")
+    stale = _C.RULES != DIGEST or (sources and getattr(_C, "SOURCES", "") != sources)
     missing = (
-        "hdet's native module was built from other sources: reinstall hdet (pip install -e .)"
+        "hdet's native module was built from other sources: run pip install -e . again"
         if stale
         else None
     )

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pybind11
 
+from hdet.kernels.native.sources import digest_of
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 SOURCES = ROOT / "csrc"
@@ -49,6 +51,7 @@ FLAGS += [
 # Without OpenMP and with one instruction set: the CPU backend is here to compare with.
 DEFINES = {
     "VERSION": '"shim"',
+    "SOURCES": f'"{digest_of(SOURCES)}"',
     "COMPILER": '"shim"',
     "CUDA_COMPILER": '"shim"',
     "CUDA_ARCHS": '"90"',
@@ -97,23 +100,27 @@ def build() -> Path:
     rules = copy / "core" / "rules.h"
     others = rf"    case Rule::(?!({'|'.join(RULES)}):)\w+: return call\(.*\n"
     rules.write_text(re.sub(others, "", rules.read_text(encoding="utf-8")), encoding="utf-8")
-    longest = [copy / name for name in ("cuda/step.cu", "cuda/coded.cu", "bindings.cpp")]
-    rest = [*sorted(copy.glob("cuda/*.cu")), *sorted(copy.glob("cpu/*.cpp")), HERE / "counters.cpp"]
-    sources = list(dict.fromkeys([*longest, *rest]))
+    kernels = copy / "cuda" / "rule.cu"  # the longest, once for each rule
+    compiled = [(kernels, f"{name.capitalize()}Rule") for name in ("any", *RULES)]
+    rest = [copy / "bindings.cpp", HERE / "counters.cpp", *copy.glob("cpu/*.cpp")]
+    rest += {*copy.glob("cuda/*.cu")} - {kernels}
+    compiled += [(source, "") for source in rest]
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(lambda source: _compile(source, folder), sources))
+        objects = list(pool.map(lambda one: _compile(folder, *one), compiled))
     fresh = folder / "fresh.so"
     _run([str(COMPILER), "-shared", "-fsanitize=address,undefined", *objects, "-o", str(fresh)])
     fresh.rename(module)
     return module
 
 
-def _compile(source: Path, folder: Path) -> str:
-    result = str(folder / f"{source.parent.name}-{source.name}.o")
+def _compile(folder: Path, source: Path, rule: str) -> str:
+    """`rule`: whose kernels, where there are some of each."""
+    result = str(folder / f"{source.parent.name}-{source.name}{rule}.o")
     optimize = (
         "-O0" if source.name == "bindings.cpp" else "-O1"
     )  # half the time is for pybind11's templates, which run seldom
-    _run([str(COMPILER), *FLAGS, optimize, "-x", "c++", "-c", str(source), "-o", result])
+    flags = [*FLAGS, optimize, f"-DHDET_RULE={rule}"]
+    _run([str(COMPILER), *flags, "-x", "c++", "-c", str(source), "-o", result])
     return result
 
 

@@ -7,12 +7,11 @@
 //
 // At the ends of a tensor, and where streams are not aligned, elements are done one by one, and
 // twice: once to find the largest.
-#include "kernels.h"
-#include "launch.cuh"
+#pragma once
+
 #include "step.cuh"
 
 namespace hdet::cuda {
-namespace {
 
 constexpr int kWarp = 32;
 static_assert(kCodeBlock == kWarp * kEight);
@@ -95,17 +94,18 @@ struct Coded : Update<Rule, kMany, kKnown> {
     vectors = Base::prepare_replicas(0, false) && Base::emas_are_in_step(0) &&
               in_step(gradient, formats.gradient, 0, false);
     each<Rule::kMoments>([&](auto j) {
-      if (Rule::is_exact(j)) {
+      if (!is_coded(j)) {
         vectors = vectors && in_step(Base::moments[j], DType::f32, 0, false);
         return;
       }
       codes[j] = {static_cast<uint8_t*>(moment_of(plan, chunk.tensor, j)) + chunk.offset,
                   scales_of(plan, chunk.tensor, j) + chunk.offset / kCodeBlock,
-                  books + (Rule::is_signed(j) ? 0 : 1)};
+                  books + (Base::is_signed(j) ? 0 : 1)};
       vectors = vectors && aligned(codes[j]);
     });
   }
 
+  HDET_DEVICE bool is_coded(int j) const { return !Rule::is_exact(j) && Base::keeps(j); }
   HDET_DEVICE static bool aligned(const Codes& moment) {
     return reinterpret_cast<std::uintptr_t>(moment.codes) % 4 == 0;
   }
@@ -115,12 +115,12 @@ struct Coded : Update<Rule, kMany, kKnown> {
   HDET_DEVICE void load_elements(const Place& at, int block, Loaded<kWidth>& loaded) const {
     load(formats.gradient, gradient, at, loaded.gradient);
     each<Rule::kMoments>([&](auto j) {
-      if (Rule::is_exact(j)) load(DType::f32, Base::moments[j], at, loaded.exact[j]);
-      else loaded.moments[j] = codes[j].load(at, Width<kWidth>{});
+      if (is_coded(j)) loaded.moments[j] = codes[j].load(at, Width<kWidth>{});
+      else if (Rule::is_exact(j)) load(Float(), Base::moments[j], at, loaded.exact[j]);
     });
-    if (!kMany) load(Base::replica(0).param, at, loaded.param);
+    if (!kMany) Base::param(Base::replica(0)).load(at, loaded.param);
     each<Rule::kMoments>([&](auto j) {
-      if (!Rule::is_exact(j)) loaded.scales[j] = *global(codes[j].scales + block);
+      if (is_coded(j)) loaded.scales[j] = *global(codes[j].scales + block);
     });
   }
 
@@ -133,14 +133,11 @@ struct Coded : Update<Rule, kMany, kKnown> {
     float g[kWidth], p[kWidth] = {};
     unpack(formats.gradient, loaded.gradient, g);
     each<Rule::kMoments>([&](auto j) {
-      if (Rule::is_exact(j)) unpack(DType::f32, loaded.exact[j], turn.moments[j]);
-      else codes[j].decode(loaded.scales[j], loaded.moments[j], turn.moments[j]);
+      if (is_coded(j)) codes[j].decode(loaded.scales[j], loaded.moments[j], turn.moments[j]);
+      else if (Rule::is_exact(j)) unpack(Float(), loaded.exact[j], turn.moments[j]);
     });
-    if (Rule::kCoupled && count() == 1) unpack(Base::replica(0).param, turn.params[0], p);
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i)
-      turn.u[i] =
-          Rule::direction(row, row.gradient_scale * g[i], p[i], Element<kWidth>{turn.moments, i});
+    if (Rule::kCoupled && count() == 1) Base::param(Base::replica(0)).unpack(turn.params[0], p);
+    Base::take_direction(g, p, turn.moments, turn.u);
   }
 
   // All that is written of these elements.
@@ -149,8 +146,9 @@ struct Coded : Update<Rule, kMany, kKnown> {
                         Turn<kWidth>& turn) const {
     uint32_t bits[kWidth];
     each<Rule::kMoments>([&](auto j) {
-      if (Rule::is_exact(j)) store(DType::f32, Base::moments[j], at, turn.moments[j]);
-      else if (Rule::is_signed(j)) codes[j].template store<true>(at, scales[j], turn.moments[j]);
+      if (Rule::is_exact(j)) store_floats(Base::moments[j], at, turn.moments[j]);
+      else if (!is_coded(j)) return;
+      else if (Base::is_signed(j)) codes[j].template store<true>(at, scales[j], turn.moments[j]);
       else codes[j].template store<false>(at, scales[j], turn.moments[j]);
     });
     if (plan.zero_gradients != 0) Base::template clear_gradient<kWidth>(at);
@@ -166,9 +164,9 @@ struct Coded : Update<Rule, kMany, kKnown> {
   }
 
   template <int kWidth>
-  HDET_DEVICE static void add_largest(const Turn<kWidth>& turn, uint32_t (&found)[Rule::kMoments]) {
+  HDET_DEVICE void add_largest(const Turn<kWidth>& turn, uint32_t (&found)[Rule::kMoments]) const {
     each<Rule::kMoments>([&](auto j) {
-      if (!Rule::is_exact(j)) found[j] = largest(turn.moments[j], found[j]);
+      if (is_coded(j)) found[j] = largest(turn.moments[j], found[j]);
     });
   }
 
@@ -226,7 +224,7 @@ struct Coded : Update<Rule, kMany, kKnown> {
       each<Rule::kMoments>([&](auto j) { largests[j][thread] = found[j]; });
     });
     each<Rule::kMoments>([&](auto j) {
-      if (!Rule::is_exact(j)) largest_of_warps(largests[j]);
+      if (is_coded(j)) largest_of_warps(largests[j]);
     });
     threads([&](int thread) {
       const int block = start + thread / kWarp, lane = thread % kWarp;
@@ -243,7 +241,7 @@ struct Coded : Update<Rule, kMany, kKnown> {
       const int block = start + thread / kWarp;
       if (thread % kWarp != 0 || block * kCodeBlock >= chunk.length) return;
       each<Rule::kMoments>([&](auto j) {
-        if (!Rule::is_exact(j)) *global(codes[j].scales + block) = scale_of(largests[j][thread]);
+        if (is_coded(j)) *global(codes[j].scales + block) = scale_of(largests[j][thread]);
       });
     });
   }
@@ -276,17 +274,15 @@ constexpr int coded_blocks_per_multiprocessor() {
   if (Rule::kCoupled) return kKnown == Known::floats ? 5 : 4;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   return 5;
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-  return kKnown == Known::split ? 5 : 6;
 #else
-  return 6;
+  return kKnown == Known::split ? 5 : 6;
 #endif
 }
 
 template <class Rule, bool kMany, Known kKnown>
 __global__ void __launch_bounds__(kStepThreads,
                                   coded_blocks_per_multiprocessor<Rule, kMany, kKnown>())
-    coded_kernel(const __grid_constant__ StepPlan plan) {
+    coded_kernel(const __grid_constant__ StepPlan plan, const Slices /*whole chunks*/) {
   __shared__ Codebook books[Rule::kSquares ? 2 : 1];
   const Chunk& chunk = plan.chunks[blockIdx.x];
   after_the_kernel_before();
@@ -300,26 +296,6 @@ __global__ void __launch_bounds__(kStepThreads,
   if (!is_coded) return update_chunk<Rule, kMany, kKnown, kKnown == Known::none>(update);
   update.prepare(books);
   update.update_codes();
-}
-
-// Several replicas have one kernel for all formats, beside whose parameters moments are a small
-// part; and so has one with averages over time.
-auto kernel_for(const StepPlan& plan) {
-  return with_rule(plan.rule, [&](auto rule) {
-    return with_known(plan.emas != nullptr ? Known::none : plan.known, [&](auto known) {
-      using Rule = decltype(rule);
-      constexpr Known kKnown = decltype(known)::value;
-      constexpr Known kOfOne = kKnown == Known::halves ? Known::none : kKnown;
-      return plan.num_replicas > 1 ? coded_kernel<Rule, true, Known::none>
-                                   : coded_kernel<Rule, false, kOfOne>;
-    });
-  });
-}
-
-}  // namespace
-
-void launch_coded(const StepPlan& plan, const Grid& grid, std::uintptr_t stream) {
-  launch("cudaLaunchKernelEx(step)", kernel_for(plan), grid, stream, plan);
 }
 
 }  // namespace hdet::cuda
