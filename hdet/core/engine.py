@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +68,7 @@ class Engine:
             knobs together (core/design.py).
         searches: does a search move rates in the first steps? Until it is over replicas train
             alike, and the controller looks on; without a controller they train alike for good.
+        coming_rate: of the optimizer after so many steps, by which periods grow; None: not known.
 
     Raises:
         ValueError: there is no knob, or two have one name; or the controller would never act.
@@ -82,6 +83,7 @@ class Engine:
         seed: int = 0,
         design: str = "permutation",
         searches: bool = False,
+        coming_rate: Callable[[int], float | None] = lambda step: None,
     ) -> None:
         names = [value.name for value in values]
         if not names or len(set(names)) != len(names):
@@ -95,6 +97,7 @@ class Engine:
             )
         self.values, self.replicas, self.clock = list(values), replicas, clock
         self.controller, self.seed, self.design = controller, seed, design
+        self.coming_rate = coming_rate
         self.knobs: list[KnobSpec] = [value.spec for value in values]
         self.cycle = self.step = self.position = 0
         """Cycles and steps that are done, and steps of the running cycle that are."""
@@ -121,14 +124,9 @@ class Engine:
     def interval(self) -> int:
         """T of it, decided once, from the rate where it begins."""
         if self._interval is None:
-            rate = self.coming_rate() if self.clock.period else None
+            rate = self.coming_rate(self.step) if self.clock.period else None
             self._interval = self.clock.interval(self.first, rate)
         return self._interval
-
-    def coming_rate(self) -> float | None:
-        """By which periods grow; None where no schedule of a rate is known."""
-        rates = (value.coming_value(self.step) for value in self.values if value.spec.rate)
-        return max((rate for rate in rates if rate is not None), default=None)
 
     def note_rate(self) -> None:
         """Somebody has moved it, or its schedule is another one: T is decided again."""

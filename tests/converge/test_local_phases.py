@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,44 @@ def test_a_correction_counts_and_a_rate_that_is_moved_in_mid_cycle() -> None:
     assert low.ensemble.cycle > 1 and low.ensemble.corrections["lr"] > 100
 
 
+def of_two_rates(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+    low, high = list(parameters)[:2], list(parameters)[2:]
+    return torch.optim.AdamW([{"params": low, "lr": 1e-4}, {"params": high}], **settings)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "moved"),
+    [
+        ([hdet.LearningRate(0)], "lr"),
+        ([hdet.LearningRate(0, groups=[0])], "lr/0"),
+        ([hdet.LearningRate(0, groups=[1])], "lr/1"),
+        ([hdet.LearningRate(0, groups=[1], bounds=(0, 0.011))], "lr/1"),
+        ([hdet.LearningRate(0, groups="each")], "lr/0"),
+        ([hdet.WeightDecay(0)], "weight_decay"),
+    ],
+)
+@pytest.mark.parametrize("factor", [1, 1.1, 250])
+def test_the_highest_rate_counts_whoever_explores_it(
+    knobs: list[Any], moved: str, factor: float
+) -> None:
+    """And where it is set to another value."""
+    period = hdet.QuadraticPeriod(4, 0.03)
+    run = Run(lr=0.01, weight_decay=0.1, total=200, every=period, scheduler=cosine(0, 200),
+              optimizer=of_two_rates, **LOCAL, knobs=knobs)  # fmt: skip
+    rates = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(200):
+            if step == 9 and not (knobs[0].bounds and factor > 1.1):
+                run.ensemble.set_value(moved, factor * run.ensemble.value(moved))
+            rates.append(max(group["lr"] for group in run.optimizer.param_groups))
+            run.step()
+    ends = [record["step"] for record in run.records]
+    assert ends[0] == 9
+    for first, end in pairwise(ends):
+        assert end == min(first + period.steps(rates[first]), 200)
+
+
 @pytest.mark.parametrize("at", [10, 57, 150])
 def test_a_run_resumes_bitwise_in_a_period_that_grows(tmp_path: Path, at: int) -> None:
     """Loaded into one that is elsewhere; the running cycle keeps its length."""
@@ -310,13 +349,12 @@ def test_without_a_schedule_it_stays_at_the_least_and_says_so() -> None:
 
 
 def test_the_engine_keeps_the_state_of_a_cycle_that_grows() -> None:
-    value = Value("lr", 0.1, scheduled=[0.01])
-    value.simulated, value.peak_steps = [(0.01, 0.0)], [0]
+    rates = [0.01]
     clock = Clock(4, 0, 1000, hdet.QuadraticPeriod(4, 0.1))
-    engine = Engine([value], 2, clock)
+    engine = Engine([Value("lr", 0.1)], 2, clock, coming_rate=lambda step: rates[-1])
     assert engine.interval == engine.steps_left == 100
     state = engine.state_dict()
-    value.follow([0.001])
+    rates.append(0.001)
     with engine.taken_over(state):
         pass
     assert engine.interval == 100
