@@ -244,7 +244,6 @@ class Ensemble:
                 if knob.key == "lr":
                     notes += knob.move(Decision(factor=factor))
             self._schedule.write()
-            self._engine.note_rate()
         if factor < 1:  # the first weights are in place again
             self._cycles.note_restore()
             search.note_restart()
@@ -302,7 +301,6 @@ class Ensemble:
         knob = self._schedule.named(name)
         knob.set(float(value))
         self._schedule.write()
-        self._engine.note_rate()
         if self.search is not None and knob.spec.rate:
             self.search.give_up("set_value() has set the rate")
 
@@ -335,7 +333,7 @@ class Ensemble:
             self._schedule.doubt = str(error)
         if self.has_begun:
             return
-        self._engine.note_rate()
+        self._engine.note_schedule()
         if any(knob.grid.values for knob in self.knobs):
             self._engine.restart()  # they are tried as multiples of the peak
             self._cycles.begin()

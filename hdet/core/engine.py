@@ -122,14 +122,17 @@ class Engine:
 
     @property
     def interval(self) -> int:
-        """T of it, decided once, from the rate where it begins."""
+        """T of it: by the rate where it begins, or by a higher one that `tick` has seen since."""
         if self._interval is None:
-            rate = self.coming_rate(self.step) if self.clock.period else None
-            self._interval = self.clock.interval(self.first, rate)
+            self._interval = self._interval_by_rate()
         return self._interval
 
-    def note_rate(self) -> None:
-        """Somebody has moved it, or its schedule is another one: T is decided again."""
+    def _interval_by_rate(self) -> int:
+        rate = self.coming_rate(self.step) if self.clock.period else None
+        return self.clock.interval(self.first, rate)
+
+    def note_schedule(self) -> None:
+        """That of the rate is another one, before the first step: T is decided again."""
         self._interval = None
 
     @property
@@ -205,6 +208,10 @@ class Engine:
         if self.step - 1 == self.clock.total_steps:
             self.clock.warn_of_more_steps()
         interval = self._interval or self.interval  # a call less in each step
+        period = self.clock.period
+        if period is not None and self.position % period.least == 0:
+            # Not in each step: the rate may be a tensor, for whose device this waits.
+            self._interval = interval = min(interval, self._interval_by_rate())
         return self.position >= interval or self.step == self.clock.total_steps
 
     def restart(self) -> None:

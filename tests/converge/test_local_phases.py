@@ -263,6 +263,54 @@ def test_cycles_follow_the_rate_that_they_begin_with(warm_up: int, alpha: float)
     assert lengths == sorted(lengths) and lengths[-1] > lengths[0]
 
 
+def check_cycles(ends: list[int], rates: list[float], period: hdet.QuadraticPeriod) -> None:
+    """None outlasts T of a rate that has held for `least` steps, nor ends before the shortest T."""
+    for first, end in pairwise([0, *ends]):
+        for step in range(first + period.least - 1, end):
+            held = min(rates[step - period.least + 1 : step + 1])
+            assert step - first < period.steps(held)
+        shortest = min(map(period.steps, rates[first : end + 1]))
+        assert end - first >= shortest or end == len(rates) - 1
+
+
+@trial(100)
+@given(st.integers(1, 8), st.lists(st.floats(0, 1), min_size=2, max_size=200))
+def test_a_cycle_keeps_the_shortest_period_of_its_rates(least: int, rates: list[float]) -> None:
+    period, ends = hdet.QuadraticPeriod(least, 0.5), []
+    clock = Clock(least, 0, len(rates) - 1, period)
+    engine = Engine([Value("lr", 0)], 2, clock, coming_rate=rates.__getitem__)
+    for step in range(1, len(rates)):
+        assert engine.steps_left > 0
+        if engine.tick():
+            engine.close([None, None])
+            ends.append(step)
+    check_cycles(ends, rates, period)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        partial(torchs.CosineAnnealingWarmRestarts, T_0=50),
+        partial(torchs.CosineAnnealingWarmRestarts, T_0=20, T_mult=2),
+        partial(torchs.CyclicLR, base_lr=1e-4, max_lr=0.01, cycle_momentum=False, step_size_up=30),
+    ],
+)
+@pytest.mark.parametrize(("least", "alpha"), [(4, 0.02), (7, 0.05)])
+def test_cycles_are_short_again_where_the_rate_has_risen(
+    schedule: Any, least: int, alpha: float
+) -> None:
+    period = hdet.QuadraticPeriod(least, alpha)
+    run = Run(lr=0.01, total=200, every=period, scheduler=schedule, **LOCAL)
+    rates = [run.rate]
+    for _ in range(200):
+        run.step()
+        rates.append(run.rate)
+    warm_up = next(step for step, rate in enumerate(rates) if rate > 0.00999)
+    ends = [record["step"] for record in run.records]
+    check_cycles(ends, [0.01] * warm_up + rates[warm_up:], period)
+    assert any(end - first < 50 for first, end in pairwise(ends[-3:]))
+
+
 def test_a_correction_counts_and_a_rate_that_is_moved_in_mid_cycle() -> None:
     every = hdet.QuadraticPeriod(4, 0.1)
     run = Run(lr=0.01, total=400, every=every, scheduler=cosine(0, 400), **LOCAL)
@@ -301,21 +349,28 @@ def test_the_highest_rate_counts_whoever_explores_it(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(200):
-            if step == 9 and not (knobs[0].bounds and factor > 1.1):
+            if step == 5 and not (knobs[0].bounds and factor > 1.1):
                 run.ensemble.set_value(moved, factor * run.ensemble.value(moved))
             rates.append(max(group["lr"] for group in run.optimizer.param_groups))
             run.step()
     ends = [record["step"] for record in run.records]
-    assert ends[0] == 9
+    assert ends[0] == (8 if rates[5] > rates[0] else 9)
     for first, end in pairwise(ends):
         assert end == min(first + period.steps(rates[first]), 200)
 
 
-@pytest.mark.parametrize("at", [10, 57, 150])
-def test_a_run_resumes_bitwise_in_a_period_that_grows(tmp_path: Path, at: int) -> None:
+def restarts(optimizer: Any) -> Any:
+    return torchs.CosineAnnealingWarmRestarts(optimizer, 45)
+
+
+@pytest.mark.parametrize("at", [10, 44, 57, 150])
+@pytest.mark.parametrize("scheduler", [cosine(20, 200), restarts])
+def test_a_run_resumes_bitwise_in_a_period_that_grows(
+    tmp_path: Path, at: int, scheduler: Any
+) -> None:
     """Loaded into one that is elsewhere; the running cycle keeps its length."""
     make = partial(
-        Run, lr=0.01, total=200, every=hdet.QuadraticPeriod(4, 0.03), scheduler=cosine(20, 200),
+        Run, lr=0.01, total=200, every=hdet.QuadraticPeriod(4, 0.03), scheduler=scheduler,
         converge=Outer(), **LOCAL,
     )  # fmt: skip
     run, other = make().steps(at), make().steps(3)
@@ -325,9 +380,9 @@ def test_a_run_resumes_bitwise_in_a_period_that_grows(tmp_path: Path, at: int) -
     assert run.ensemble.state_dict() == other.ensemble.state_dict()
 
 
-def on_ranks(rank: int, world: int) -> Any:
+def on_ranks(rank: int, world: int, scheduler: Any) -> Any:
     run = Run(rank, lr=0.01, total=100, every=hdet.QuadraticPeriod(4, 0.03), ddp=False,
-              scheduler=cosine(20, 100), **LOCAL)  # fmt: skip
+              scheduler=scheduler, **LOCAL)  # fmt: skip
     equal = []
     for _ in range(100):
         run.step()
@@ -336,7 +391,7 @@ def on_ranks(rank: int, world: int) -> Any:
 
 
 def test_replicas_average_where_cycles_end() -> None:
-    (one, ends, equal), (two, others, _) = run_ranks(on_ranks, 2)
+    (one, ends, equal), (two, others, _) = run_ranks(on_ranks, 2, restarts)
     assert torch.equal(one, two) and ends == others
     assert [step for step, same in enumerate(equal, 1) if same] == ends
 
