@@ -182,7 +182,10 @@ def test_a_search_puts_it_off() -> None:
 
 
 def refused(rank: int, world: int, what: str) -> None:
-    run = run_of(rank, ddp=what == "no_sync")
+    run = run_of(rank, ddp=what != "no DDP")
+    if what == "all in no_sync":
+        with run.wrapped.no_sync():
+            run.step()
     if what == "no_sync":
         with run.wrapped.no_sync():
             run.backward()
@@ -196,6 +199,7 @@ def refused(rank: int, world: int, what: str) -> None:
     [
         ("no DDP", "wrap the model in it"),
         ("no_sync", r"shared until begin, without no_sync\(\), but"),
+        ("all in no_sync", r"step\(\) and ensemble.step\(\) outside of `with model.no_sync"),
     ],
 )
 def test_gradients_that_nobody_averages_are_refused(what: str, message: str) -> None:
