@@ -451,6 +451,11 @@ class Ensemble:
         self.search.check_state(given)
         return given
 
+    def shares_gradients_after(self, state: Any) -> bool:
+        """Once this state is loaded, do all replicas step with one gradient? Raises ValueError for
+        one that does not say."""
+        return self.sync.gradients != "local" or not self._engine.may_part_after(state)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a run, on all ranks alike. Load parameters, buffers and optimizer too, in any
         order; N may differ. Without a search or a controller the state of any is taken, and

@@ -25,6 +25,7 @@ __all__ = ["STATE_VERSION", "CycleOutcome", "Engine"]
 STATE_VERSION = 5
 COUNTS = ("cycle", "step", "position", "rollbacks", "rollbacks_in_row", "diverged_total")
 NAME = instance(str, "a name")
+CYCLE_FIELDS = {"step": COUNT, "position": COUNT, "is_searching": FLAG}
 IDENTITY = {"version": number(), "knobs": list_of(NAME), "controller": optional(NAME)}
 REMEDIES = {
     "version": "load it with the hdet that wrote it",
@@ -145,8 +146,19 @@ class Engine:
     def may_part(self) -> bool:
         """Or do replicas share gradients and train alike? They do until `Sync.begin`, and until a
         search that is under way there is over."""
+        return self._may_part(self.first, self.is_searching)
+
+    def may_part_after(self, state: Any) -> bool:
+        """`may_part` once this state is loaded. Raises ValueError for one that does not say."""
+        values = read(state, CYCLE_FIELDS, "the ensemble's state")
+        return self._may_part(values["step"] - values["position"], self._goes_on_searching(values))
+
+    def _may_part(self, first: int, is_searching: bool) -> bool:
         begin = self.clock.begin
-        return not begin or (self.first >= begin and not self.is_searching)
+        return not begin or (first >= begin and not is_searching)
+
+    def _goes_on_searching(self, state: Mapping[str, Any]) -> bool:
+        return self.searches and bool(state["is_searching"])
 
     @property
     def plan(self) -> Plan:
@@ -370,7 +382,7 @@ class Engine:
                 )
         fields = {
             **dict.fromkeys(COUNTS, COUNT),
-            "is_searching": FLAG,
+            **CYCLE_FIELDS,
             "interval": COUNT,
             "seed": number(whole=True),
             "level": optional(number()),
@@ -395,7 +407,7 @@ class Engine:
         is kept, so that its assignments go on. Raises as `check_state`, and for a plan that cannot
         be; nothing is changed then."""
         values = self.check_state(state)
-        is_searching = self.searches and values["is_searching"]
+        is_searching = self._goes_on_searching(values)
         with loaded(self.controller, values["controller_state"]):
             plan = self._ask_plan(is_searching, is_restart=True)
             yield

@@ -148,6 +148,52 @@ def test_another_number_of_replicas_goes_on_where_the_run_was(tmp_path: Path, at
             assert world == 1 or phases == [step < BEGIN for step in range(at, TOTAL)]
 
 
+def begun_elsewhere(rank: int, world: int, root: str, first: int, second: int, kind: str) -> Any:
+    """By step: are gradients shared, the weights, the optimizer's state."""
+    run = run_of(rank, begin=first, moments=kind).steps(12)
+    checkpoint.save(root, checkpoint.RunState(run.net, run.ensemble))
+    run.ensemble.close()
+    run = run_of(rank, begin=second, moments=kind)
+    run.index, found = checkpoint.load(root, checkpoint.RunState(run.net, run.ensemble)), []
+    while run.index < TOTAL:
+        shares = run.wrapped.require_backward_grad_sync
+        found.append((shares, bits([run.weights(), run.optimizer.state_dict()["state"]])))
+        run.step()
+        if run.index == 16:  # refused where replicas differ that should not
+            checkpoint.save(root, checkpoint.RunState(run.net, run.ensemble))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [("keep", 9, 20), ("keep", 9, 11), ("keep", 20, 9), ("average", 9, 20), ("reset", 9, 20)],
+)
+def test_a_run_that_is_loaded_with_another_begin_shares_all_until_then(
+    tmp_path: Path, kind: str, first: int, second: int
+) -> None:
+    """A cycle that ran over it ends at once."""
+    one, two = run_ranks(begun_elsewhere, 2, str(tmp_path), first, second, kind)
+    for step, ((shares, own), (_, other)) in enumerate(zip(one, two, strict=True), 12):
+        assert shares == (step < second or (step == 12 and second == 11))
+        assert not shares or own == other
+    assert any(own != other for (_, own), (_, other) in zip(one, two, strict=True))
+
+
+@trial(100)
+@given(*4 * [st.integers(0, 40)], *2 * [st.booleans()])
+def test_what_a_state_says_of_a_phase_holds_once_it_is_loaded(
+    begin: int, step: int, position: int, least: int, searches: bool, searching: bool
+) -> None:
+    clock = Clock(least + 1, 0, 100, begin=begin)
+    engine = Engine([Value("lr", 0.1)], 2, clock, searches=searches)
+    own = {"step": max(step, position), "position": position, "is_searching": searching}
+    state = {**engine.state_dict(), **own}
+    promised = engine.may_part_after(state)
+    with engine.taken_over(state):
+        pass
+    assert engine.may_part == promised
+
+
 def what_parts(rank: int, world: int, case: str) -> Any:
     """By step, are replicas alike? And what comes of the run."""
     with warnings.catch_warnings(record=True) as caught:
