@@ -14,17 +14,17 @@ from ..harness import parser_of
 from ..tables import gap, grouped, percent, reached, show, spaced, table
 from . import (
     auto,
+    averages,
     first_tries,
     fixed_rates,
     hero,
     horizon,
-    outer,
     paper,
     quality,
     ranks,
     scoreboard,
     seconds,
-    several,
+    votes,
 )  # fmt: skip
 from .ablation import FRESH, LONG, OFTEN, ablation, halves, trials_of
 from .auto import NEAR, Compared, compared, drawn, of_length
@@ -34,7 +34,7 @@ from .workloads import CHANGING, FIELDS, FROM_ZERO, MISLEADING, NOT_TO_ZERO, TES
 PAGES = ("docs/evidence/autolr.md", "docs/evidence/replicas.md", "docs/results.md")
 OTHERS: dict[str, Any] = {
     "Main job": quality, "First tries": first_tries, "More ranks": ranks, "Time": seconds,
-    "Horizon": horizon, "Paper": paper, "Outer step": outer, "Several knobs": several,
+    "Horizon": horizon, "Paper": paper, "Averages": averages, "Votes": votes,
 }  # fmt: skip
 OTHER = (1500, 30_000, 100_000)
 """Lengths of which the same trials say something, too."""

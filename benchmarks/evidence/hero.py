@@ -36,8 +36,6 @@ class Method:
     search: tuple[int, int] | None = None
     """Exponents between which every second one is tried; None: ``start`` is the best rate by
     definition."""
-    copies: float = 0.0
-    """Memory beyond AdamW's parameters, gradients and two moments, in copies of the parameters."""
     borrows: str | None = None
     """The method whose best rate this one starts from."""
     package: str | None = None
@@ -49,12 +47,12 @@ METHODS = {
     "onecycle": Method(peers.one_cycle, 1e-2, _ADAM),
     "wsd": Method(peers.wsd, 1e-2, _ADAM),
     "schedulefree": Method(peers.schedule_free, 1e-2, _ADAM, package="schedulefree"),
-    "prodigy": Method(peers.prodigy, 1.0, _FREE, 2, package="prodigyopt"),
-    "dadapt": Method(peers.dadapt, 1.0, _FREE, 1, package="dadaptation"),
+    "prodigy": Method(peers.prodigy, 1.0, _FREE, package="prodigyopt"),
+    "dadapt": Method(peers.dadapt, 1.0, _FREE, package="dadaptation"),
     "dog": Method(peers.dog, 1.0, _FREE, package="dog-optimizer"),
-    "dadapt-d0": Method(peers.dadapt_d0, 1e-6, None, 1, package="dadaptation"),
+    "dadapt-d0": Method(peers.dadapt_d0, 1e-6, None, package="dadaptation"),
     "dog-movement": Method(peers.dog_movement, 1e-4, (-6, 8), package="dog-optimizer"),
-    "prodigy-d0": Method(peers.prodigy_d0, 1e-6, None, 2, package="prodigyopt"),
+    "prodigy-d0": Method(peers.prodigy_d0, 1e-6, None, package="prodigyopt"),
     "hdet-softmax": Method(replicated.hdet_softmax, 1e-2, borrows="onecycle"),
 }
 FIXED = "wsd"
@@ -70,7 +68,6 @@ def run(problem: str, method: str, exponent: int, rate: float, seed: int, steps:
     outcome = train(replace(PROBLEMS[problem], steps=steps), chosen.build, rate, seed)
     return {
         **outcome,
-        "copies": chosen.copies,
         "untrained": untrained(PROBLEMS[problem], seed),
         "version": chosen.package and f"{chosen.package} {version(chosen.package)}",
     }
@@ -197,29 +194,23 @@ class Curve:
     def row(self, lowest: float) -> list[str]:
         """Of the overview."""
         last = self.records[-1]
-        failed = sum(score(r) >= r["untrained"] for r in self.records)
-        at = (f"{mean(self.scores[e])} (2^{e})" for e in (self.best, self.worst))
-        sensitivities = (self.sensitivity(l) for l in (lowest, self.means[self.best]))
+        at = (
+            f"{mean(self.scores[e]).replace(' ± ', '±')} (2^{e})" for e in (self.best, self.worst)
+        )
         return [
             f"{last['rate'] / 2.0 ** last['exponent']:.3g}",
             *at,
-            *(f"{value:.3f}" for value in sensitivities),
-            f"{failed} of {len(self.records)}",
-            f"{last['copies']:g}" if last["copies"] else "-",
+            f"{self.sensitivity(lowest):.3f}",
         ]
 
 
 def overview(records: Sequence[Record]) -> str:
     """What every method loses on one problem. Losses are held-out, in nats, means over seeds ± one
-    standard error. A run that crashed, or ended above it, counts as an untrained model.
-
-    "With its own l*": LR sensitivity with the method's own lowest mean as l*.
-    """
+    standard error. A run that crashed, or ended above it, counts as an untrained model."""
     by_method = grouped(records, "method")
     curves = {name: Curve(by_method[name]) for name in METHODS if name in by_method}
     lowest = min(curve.means[curve.best] for curve in curves.values())
-    heads = ["method", "best rate", "at its best start", "worst", "LR sensitivity",
-             "with its own l*", "crashed or learned nothing", "extra copies"]  # fmt: skip
+    heads = ["method", "best rate", "at its best start", "worst", "LR sensitivity"]
     return table(heads, ([name, *curve.row(lowest)] for name, curve in curves.items()))
 
 

@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -115,36 +115,6 @@ class _Crashed(Exception):
 def untrained(problem: Problem, seed: int) -> float:
     """The held-out loss before the first step."""
     return problem.validate(problem.build(seed))
-
-
-def on_ranks(
-    problem: Problem,
-    model: nn.Module,
-    optimizer: Optimizer,
-    ensemble: hdet.Ensemble,
-    seed: int,
-    rank: int,
-    world: int,
-) -> float:
-    """A run of which this is one of ``world`` ranks, each on its part of every batch.
-
-    Gradients are local. Returns the held-out loss of the replicas' average, NaN where the run has
-    diverged.
-    """
-    torch.manual_seed(1000 * (seed + 1) + rank)  # each draws its own noise, and drops its own units
-    try:
-        for step in range(problem.steps):
-            batch = tuple(column[rank::world] for column in problem.batch(seed, step))
-            with ensemble.explore():
-                loss = problem.losses(model, batch).mean()
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            ensemble.step(loss, closure=partial(problem.losses, model, batch))
-    except hdet.ReplicasDiverged:
-        return math.nan
-    ensemble.converge()
-    return problem.validate(model)
 
 
 # -- for methods -----------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class BestValueController(NearPeak):
         """[knob]: while it was watched."""
         self.window: list[list[Sequence[float]]] = []
         """[cycle watched]: losses, infinite where one is missing, and the multipliers of each knob,
-        by replica."""
+        by replica, as planned."""
 
     def check_state(self, state: Any) -> dict[str, Any]:
         values = super().check_state(state)
@@ -136,8 +136,11 @@ class BestValueController(NearPeak):
             self.window, self.corrections = [], list(evidence.corrections)
         if not counts or not any(loss is not None for loss in evidence.losses):
             return nothing
+        grids = [{*row} for row in evidence.planned]
+        if self.window and grids != [{*row} for row in self.window[-1][1:]]:
+            self.window = []  # of another number of replicas
         losses = [math.inf if loss is None else loss for loss in evidence.losses]
-        self.window.append([losses, *evidence.multipliers])
+        self.window.append([losses, *evidence.planned])
         if len(self.window) < self.cycles:
             return nothing
         found = [
@@ -187,10 +190,7 @@ def _points(window: Sequence[Sequence[Sequence[float]]], k: int, several: int) -
 
 
 def _best(cycles: Sequence[Points]) -> float | None:
-    """The multiplier with the lowest loss over all cycles, of those that were tried in each. They
-    are known by their order, because a bound moves some where the schedule moves."""
-    if len({len(points) for points in cycles}) > 1:
-        return None
+    """The multiplier with the lowest loss over all cycles, of those that were tried in each."""
     totals = [sum(loss for _, loss in same) for same in zip(*cycles, strict=True)]
     if any(math.isnan(total) for total in totals):
         return None

@@ -260,14 +260,16 @@ class Engine:
         name, learned_from = next(iter(rows.items()), ("loss", losses))
         left_out = [r for r, row in enumerate(learned_from) if row is None]
         notes, values = self._notes_of_missing(name, left_out), self.values
-        # Those that have really acted, where a bound has held replicas' values.
-        rows_of_values = zip(values, self.multipliers(), strict=True)
-        table = [[value.acting(rho) for rho in row] for value, row in rows_of_values]
+        planned = self.multipliers()
+        table = [
+            [value.acting(rho) for rho in row] for value, row in zip(values, planned, strict=True)
+        ]
         decisions, evidence = [Decision()] * len(values), None
         if self.controller is not None and self.clock.controls(self.first):
             evidence = Evidence(
                 cycle=self.cycle, step=self.step if step is None else step,
-                knobs=[value.name for value in values], multipliers=table, losses=losses,
+                knobs=[value.name for value in values], multipliers=table,
+                planned=planned, losses=losses,
                 scheduled=[value.scheduled_value() for value in values],
                 peak=[value.peaks()[0] for value in values],
                 floor=[value.floor() for value in values],

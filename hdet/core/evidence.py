@@ -73,7 +73,9 @@ class Evidence:
     knobs: Sequence[str]
     """Their names."""
     multipliers: Sequence[Sequence[float]]
-    """[knob][replica]: rho of the cycle that ended."""
+    """[knob][replica]: rho of the cycle that ended, as it acted: a bound may have held it back."""
+    planned: Sequence[Sequence[float]]
+    """[knob][replica]: rho as it was planned, the same in each cycle of a knob's grid."""
     losses: Sequence[float | None]
     """[replica]: mean training loss over the cycle; None is left out."""
     scheduled: Sequence[float]

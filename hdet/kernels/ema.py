@@ -26,7 +26,8 @@ class WeightAverage:
         power: of `decay=None`. 0: all count alike (SWA, Izmailov et al. 2018). Two of 6.94 and
             16.97 are those of the post-hoc EMA (Karras et al. 2024, arXiv 2312.02696).
         every: steps between two updates.
-        begin: steps before the average begins; the first update follows `every` steps later.
+        begin: steps before the average begins, counted from 0 again where a run begins again with
+            its first weights (AutoLR); the first update follows `every` steps later.
 
     Raises ValueError for numbers out of range.
 

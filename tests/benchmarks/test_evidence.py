@@ -16,18 +16,19 @@ import torch
 from benchmarks.evidence import (
     auto,
     auto_report,
+    averages,
     first_tries,
     fixed_rates,
     hero,
     horizon,
-    outer,
     paper,
     ranks,
     scoreboard,
     seconds,
-    several,
     training,
+    votes,
 )
+from benchmarks.evidence import small as small_workloads
 from benchmarks.evidence.problems import PROBLEMS, recsys
 from benchmarks.tables import grouped, standard_error
 
@@ -42,11 +43,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     held_out = recsys.LOG.sample(256, 1.0, seed=0, stream="validation", index=0)
     monkeypatch.setattr(recsys, "held_out", lambda: [held_out])
     first = lambda function, count, *more: run_ranks(function, count, *more)[0]
-    for module in (ranks, outer, several):
-        monkeypatch.setattr(module, "spawn", first)
+    monkeypatch.setattr(ranks, "spawn", first)
     monkeypatch.setattr(ranks, "STARTS", (-4,))
-    monkeypatch.setattr(outer, "WORKERS", 2)
     monkeypatch.setattr(hero, "QUICK", 6)
+    short = replace(small_workloads.WORKLOADS["cancer"], steps=8)
+    monkeypatch.setitem(small_workloads.WORKLOADS, "cancer", short)
+    monkeypatch.setattr(votes, "STEPS", 32)
 
 
 Printed = Callable[..., str]
@@ -72,9 +74,8 @@ COMMANDS: dict[str, tuple[Any, list[str], list[str]]] = {
     "first_tries": (first_tries.EXPERIMENT.main, ["--workloads", "table-mlp"], ["| table-mlp | ",
         "of 1 starts that end more than 20 % from the best, 1 end within 10 %"]),
     "seconds": (seconds.EXPERIMENT.main, [], [f"| {SMALL} | 200 |"]),
-    "outer": (outer.EXPERIMENT.main, [],
-        ["| workload | start | seed | probe | probe's correction |", f"| {SMALL} | 2^0 | 0 | 0."]),
-    "several": (several.EXPERIMENT.main, [], [f"| {SMALL} | 0 | hdet |", "lr 0.001, beta2 0."]),
+    "averages": (averages.EXPERIMENT.main, [], ["| local 16 | ", "| cancer (2) | "]),
+    "votes": (votes.EXPERIMENT.main, [], ["| lr+weight_decay+dropout | 16 | "]),
     "scoreboard": (scoreboard.EXPERIMENT.main, [],
         ["| workload | adamw | autolr |", "| mlp-clusters | "]),
     "horizon": (horizon.EXPERIMENT.main, ["--exponents", "0", "--intervals", "0.2", "0.5"],
@@ -94,14 +95,6 @@ def test_ranks(printed: Printed) -> None:
     assert row[:3] == ["| 2", "spread", "1"]
     fixed, reached = (float(cell.removesuffix(" %")) for cell in row[3:5])
     assert reached < fixed  # a trial has raised the rate that is 16 times too low
-
-
-def test_a_search_chooses_by_other_batches_than_it_is_judged_by() -> None:
-    tried = [several.drawn(SMALL, 0, number) for number in range(4)]
-    assert tried[0] == several.USUAL and len({values["lr"] for values in tried}) == 4
-    loss, values = several.search(SMALL, 0, 40, 4)
-    losses = [several.alone(SMALL, 0, 10, values) for values in tried]
-    assert loss == min(losses)[1] and values == tried[losses.index(min(losses))]
 
 
 def test_paper_looks_for_the_best_rate_first(printed: Printed, tmp_path: Path) -> None:

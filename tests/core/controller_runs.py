@@ -28,6 +28,7 @@ def evidence(probes: Any = None, **given: Any) -> Evidence:
     usual |= {"cycle": 0, "step": 1, "total_steps": 100, "warmup_steps": 0, "sync_interval": 1}
     usual |= {"multipliers": [RHO] * len(knobs), "floor": [0.1] * len(knobs), "losses": [1.0] * 4}
     usual |= {"knobs": knobs, "measured": {} if probes is None else {PROBE: probes}}
+    usual["planned"] = given.get("multipliers", usual["multipliers"])
     return Evidence(**{**usual, **given})
 
 

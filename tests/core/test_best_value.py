@@ -119,13 +119,31 @@ def test_a_replica_that_never_has_a_loss_decides_nothing(
     assert run.base == chosen and chosen in bases
 
 
-@pytest.mark.parametrize("best", [0.1, 5.0])
-def test_a_value_that_a_bound_holds_back_can_win_under_a_schedule_that_moves(best: float) -> None:
-    run = Made(scale=Scale("log", low=0.01, high=4.0), spread=0)
+@pytest.mark.parametrize("highest", [3.0, 3.99, 4.9])
+@pytest.mark.parametrize("best", [0.1, 0.5, 5.0])
+def test_a_value_that_a_bound_holds_back_can_win_under_a_schedule_that_moves(
+    best: float, highest: float
+) -> None:
+    """Also where the bound makes two of them one in some cycles."""
+    grid = Grid(multipliers=[0.1, 0.5, 4.0, 5.0])
+    run = Made([grid], scale=Scale("log", low=0.01, high=highest), spread=0)
     for scheduled in (1.0, 0.99, 0.97, 0.95):
         run.engine.values[0].follow([scheduled])
         run.cycle(bowl(best), scheduled=[scheduled], peak=[1.0])
-    assert run.base == pytest.approx(min(best, 4.0) * scheduled)
+    assert run.base == pytest.approx(min(best, highest) * scheduled, rel=0.02)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_of_another_number_of_replicas_it_watches_anew(count: int) -> None:
+    """Where the grid has other points then."""
+    run, other = Made([Grid(ratio=8.0)], spread=0), Made([Grid(ratio=8.0)], count=count, spread=0)
+    run.cycles(2, bowl(8.0))
+    with other.engine.taken_over(json.loads(json.dumps(run.engine.state_dict()))):
+        pass
+    other.cycles(3, bowl(8.0))
+    assert other.base == 1.0
+    other.cycles(1, bowl(8.0))
+    assert other.base == pytest.approx(8.0)
 
 
 def test_halves_differ_by_chance_in_the_part_of_decisions_that_is_said() -> None:
