@@ -249,7 +249,6 @@ class Ensemble:
                 if knob.key == "lr":
                     notes += knob.move(Decision(factor=factor))
             self._schedule.write()
-            self._engine.note_rate()
         if factor < 1:  # the first weights are in place again
             self._cycles.note_restore()
             search.note_restart()
@@ -307,7 +306,6 @@ class Ensemble:
         knob = self._schedule.named(name)
         knob.set(float(value))
         self._schedule.write()
-        self._engine.note_rate()
         if self.search is not None and knob.spec.rate:
             self.search.give_up("set_value() has set the rate")
 
@@ -340,7 +338,7 @@ class Ensemble:
             self._schedule.doubt = str(error)
         if self.has_begun:
             return
-        self._engine.note_rate()
+        self._engine.note_schedule()
         if any(knob.grid.values for knob in self.knobs):
             self._engine.restart()  # they are tried as multiples of the peak
             self._cycles.begin()
@@ -457,6 +455,11 @@ class Ensemble:
             )
         self.search.check_state(given)
         return given
+
+    def shares_gradients_after(self, state: Any) -> bool:
+        """Once this state is loaded, do all replicas step with one gradient? Raises ValueError for
+        one that does not say."""
+        return self.sync.gradients != "local" or not self._engine.may_part_after(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a run, on all ranks alike. Load parameters, buffers and optimizer too, in any

@@ -61,6 +61,8 @@ class Schedule:
         self._rows: dict[int, list[float]] = {}
         """What a simulation says of the first steps, of `_moved`."""
         self._moved = [knob for knob in self.knobs if isinstance(knob, GroupKnob)]
+        self._rates: dict[int, tuple[float, int]] = {}
+        """By parameter group, what a simulation says of its rate: the peak, and its step."""
         self._is_shown = False
         self.is_neutral = False
         """Are all base values the schedule's own? Then `advance` leaves them."""
@@ -82,13 +84,32 @@ class Schedule:
             ValueError: one that cannot be simulated.
         """
         places = [(i, knob.key, knob.entry) for knob in self._moved for i in knob.indices]
-        course = simulate(schedulers, optimizer, self.total_steps, places)
+        with_rate = [i for i, g in enumerate(optimizer.param_groups) if g.get("lr") is not None]
+        rates = [(i, "lr", None) for i in with_rate]
+        course = simulate(schedulers, optimizer, self.total_steps, [*places, *rates])
         highest, lowest, self._rows = iter(course.highest), iter(course.lowest), course.rows
-        peak_steps = iter(course.peak_steps)
         for knob in self._moved:
             knob.simulated = [(next(highest), next(lowest)) for _ in knob.indices]
-            knob.peak_steps = [next(peak_steps) for _ in knob.indices]
             knob.note_peaks()
+        peaks = zip(highest, course.peak_steps[len(places) :], strict=True)
+        self._rates = dict(zip(with_rate, peaks, strict=True))
+
+    def coming_rate(self, optimizer: Optimizer, step: int) -> float | None:
+        """The highest base rate of the optimizer after so many steps, explored or not. Of a group
+        whose schedule is still to reach its peak, that of the peak. None where no schedule was
+        simulated. Waits for the device of a tensor."""
+        movers: dict[int, tuple[GroupKnob, int]] = {
+            i: (knob, cell)
+            for knob in self._moved if knob.key == "lr"
+            for cell, i in enumerate(knob.indices)
+        }  # fmt: skip
+        found = []
+        for i, (peak, peak_step) in self._rates.items():
+            knob, cell = movers.get(i, (None, 0))
+            now = optimizer.param_groups[i]["lr"] if knob is None else knob.scheduled[cell]
+            rate = peak if step < peak_step else float(now)
+            found.append(rate if knob is None else float(knob.corrected(rate, cell)))
+        return max(found, default=None)
 
     def advance(self) -> bool:
         """One step. `write` must follow, unless the schedule `is_neutral`. Returns whether the

@@ -72,8 +72,8 @@ def load(root: str | os.PathLike[str], state: RunState, *, missing: int | None =
 class SavedState:
     """What a verified checkpoint holds for this rank.
 
-    Rank m of replica r takes what rank m of replica r held, modulo the saved numbers. Under shared
-    gradients all take the optimizer's state of replica 0.
+    Rank m of replica r takes what rank m of replica r held, modulo the saved numbers. Where the run
+    goes on with shared gradients, all take the optimizer's state of replica 0.
     """
 
     def __init__(self, run: RunState, folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -89,12 +89,13 @@ class SavedState:
         place = self.folder, self.manifest["files"], content
         own = SavedRank(*place, number, members)
         holders = dict.fromkeys(own.parts, own)
-        if run.ensemble.sync.gradients != "local":
-            holders["optimizer"] = SavedRank(*place, member, members)
         if run.extra is None:
             holders.pop("extra", None)
         self.ours = Inventory(run)
         self._check_model(own, is_cut_alike=replicas.members == members)
+        ensemble = decode(own.parts["ensemble"], partial(self._read_tensor, own))
+        if run.ensemble.shares_gradients_after(ensemble):
+            holders["optimizer"] = SavedRank(*place, member, members)
         self.parts = {
             part: decode(rank.parts[part], partial(self._read_tensor, rank))
             for part, rank in holders.items()

@@ -17,9 +17,10 @@ class QuadraticPeriod:
 
         T = max(least, floor((alpha / rate) ** 2))
 
-    It is decided where a cycle begins, from the base rate there, corrections included; of several
-    groups from the highest. Until the schedule has reached its peak (a warm-up) T is that of the
-    peak, as in the paper. The run's last cycle ends with the run.
+    It is decided where a cycle begins, from the highest base rate of the optimizer's groups,
+    explored or not, corrections included. Where the rate rises in a cycle, T falls with it, within
+    ``least`` steps. Until the schedule has reached its peak (a warm-up) T is that of the peak, as
+    in the paper. The run's last cycle ends with the run.
 
     Args:
         least: H_base of the paper, 2 to 8 there.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ __all__ = ["STATE_VERSION", "CycleOutcome", "Engine"]
 STATE_VERSION = 5
 COUNTS = ("cycle", "step", "position", "rollbacks", "rollbacks_in_row", "diverged_total")
 NAME = instance(str, "a name")
+CYCLE_FIELDS = {"step": COUNT, "position": COUNT, "is_searching": FLAG}
 IDENTITY = {"version": number(), "knobs": list_of(NAME), "controller": optional(NAME)}
 REMEDIES = {
     "version": "load it with the hdet that wrote it",
@@ -68,6 +69,7 @@ class Engine:
             knobs together (core/design.py).
         searches: does a search move rates in the first steps? Until it is over replicas train
             alike, and the controller looks on; without a controller they train alike for good.
+        coming_rate: of the optimizer after so many steps, by which periods grow; None: not known.
 
     Raises:
         ValueError: there is no knob, or two have one name; or the controller would never act.
@@ -82,6 +84,7 @@ class Engine:
         seed: int = 0,
         design: str = "permutation",
         searches: bool = False,
+        coming_rate: Callable[[int], float | None] = lambda step: None,
     ) -> None:
         names = [value.name for value in values]
         if not names or len(set(names)) != len(names):
@@ -95,6 +98,7 @@ class Engine:
             )
         self.values, self.replicas, self.clock = list(values), replicas, clock
         self.controller, self.seed, self.design = controller, seed, design
+        self.coming_rate = coming_rate
         self.knobs: list[KnobSpec] = [value.spec for value in values]
         self.cycle = self.step = self.position = 0
         """Cycles and steps that are done, and steps of the running cycle that are."""
@@ -119,19 +123,17 @@ class Engine:
 
     @property
     def interval(self) -> int:
-        """T of it, decided once, from the rate where it begins."""
+        """T of it: by the rate where it begins, or by a higher one that `tick` has seen since."""
         if self._interval is None:
-            rate = self.coming_rate() if self.clock.period else None
-            self._interval = self.clock.interval(self.first, rate)
+            self._interval = self._interval_by_rate()
         return self._interval
 
-    def coming_rate(self) -> float | None:
-        """By which periods grow; None where no schedule of a rate is known."""
-        rates = (value.coming_value(self.step) for value in self.values if value.spec.rate)
-        return max((rate for rate in rates if rate is not None), default=None)
+    def _interval_by_rate(self) -> int:
+        rate = self.coming_rate(self.step) if self.clock.period else None
+        return self.clock.interval(self.first, rate)
 
-    def note_rate(self) -> None:
-        """Somebody has moved it, or its schedule is another one: T is decided again."""
+    def note_schedule(self) -> None:
+        """That of the rate is another one, before the first step: T is decided again."""
         self._interval = None
 
     @property
@@ -144,8 +146,19 @@ class Engine:
     def may_part(self) -> bool:
         """Or do replicas share gradients and train alike? They do until `Sync.begin`, and until a
         search that is under way there is over."""
+        return self._may_part(self.first, self.is_searching)
+
+    def may_part_after(self, state: Any) -> bool:
+        """`may_part` once this state is loaded. Raises ValueError for one that does not say."""
+        values = read(state, CYCLE_FIELDS, "the ensemble's state")
+        return self._may_part(values["step"] - values["position"], self._goes_on_searching(values))
+
+    def _may_part(self, first: int, is_searching: bool) -> bool:
         begin = self.clock.begin
-        return not begin or (self.first >= begin and not self.is_searching)
+        return not begin or (first >= begin and not is_searching)
+
+    def _goes_on_searching(self, state: Mapping[str, Any]) -> bool:
+        return self.searches and bool(state["is_searching"])
 
     @property
     def plan(self) -> Plan:
@@ -207,6 +220,10 @@ class Engine:
         if self.step - 1 == self.clock.total_steps:
             self.clock.warn_of_more_steps()
         interval = self._interval or self.interval  # a call less in each step
+        period = self.clock.period
+        if period is not None and self.position % period.least == 0:
+            # Not in each step: the rate may be a tensor, for whose device this waits.
+            self._interval = interval = min(interval, self._interval_by_rate())
         return self.position >= interval or self.step == self.clock.total_steps
 
     def restart(self) -> None:
@@ -367,7 +384,7 @@ class Engine:
                 )
         fields = {
             **dict.fromkeys(COUNTS, COUNT),
-            "is_searching": FLAG,
+            **CYCLE_FIELDS,
             "interval": COUNT,
             "seed": number(whole=True),
             "level": optional(number()),
@@ -392,7 +409,7 @@ class Engine:
         is kept, so that its assignments go on. Raises as `check_state`, and for a plan that cannot
         be; nothing is changed then."""
         values = self.check_state(state)
-        is_searching = self.searches and values["is_searching"]
+        is_searching = self._goes_on_searching(values)
         with loaded(self.controller, values["controller_state"]):
             plan = self._ask_plan(is_searching, is_restart=True)
             yield

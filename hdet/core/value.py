@@ -46,8 +46,6 @@ class Value:
     before the first."""
     simulated: Sequence[tuple[float, float]] = ()
     """[cell]: the highest and lowest value of the untouched schedule, if it was simulated."""
-    peak_steps: Sequence[int] = ()
-    """[cell]: after how many steps it is at its highest value first."""
 
     def __init__(
         self,
@@ -87,18 +85,6 @@ class Value:
         """[cell]: the highest value of the untouched schedule, as far as it is known."""
         return [high for high, _ in self.simulated] or [float(value) for value in self.scheduled]
 
-    def coming_value(self, step: int) -> float | None:
-        """The highest of the base values after so many steps, of a cell whose schedule is still to
-        reach its peak that of the peak; None where no schedule was simulated."""
-        if self.off_schedule is not None or not self.simulated:
-            return None if self.off_schedule is None else self.base_value()
-        return max(
-            self.scale.corrected(high, self._correction_of(cell)) if step < at else float(now)
-            for cell, ((high, _), at, now) in enumerate(
-                zip(self.simulated, self.peak_steps, self.left, strict=True)
-            )
-        )
-
     def floor(self) -> float:
         """The lowest value of the untouched schedule, of the first cell; 0 is unknown."""
         return max(self.simulated[0][1], 0.0) if self.simulated else 0.0
@@ -132,15 +118,15 @@ class Value:
         self.correct()
 
     def correct(self) -> None:
-        """Base values: the schedule's, corrected; off the schedule, `off_schedule` (further cells
-        keep the ratio of their peaks)."""
+        """Base values."""
+        self.left = [self.corrected(value, cell) for cell, value in enumerate(self.scheduled)]
+
+    def corrected(self, value: Any, cell: int) -> Any:
+        """The base value where the schedule's is ``value``; off the schedule, `off_schedule`
+        (further cells keep the ratio of their peaks)."""
         if self.off_schedule is None:
-            self.left = [
-                self.scale.corrected(value, self._correction_of(cell))
-                for cell, value in enumerate(self.scheduled)
-            ]
-        else:
-            self.left = [self.scale.hold(self.off_schedule * ratio) for ratio in self._ratios]
+            return self.scale.corrected(value, self._correction_of(cell))
+        return self.scale.hold(self.off_schedule * self._ratios[cell])
 
     def _correction_of(self, cell: int) -> float:
         return self.correction

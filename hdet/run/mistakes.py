@@ -122,7 +122,7 @@ def warn_of_less_control(engine: Engine, state: Mapping[str, Any]) -> None:
 def warn_of_unknown_period(engine: Engine) -> None:
     """Of one that is to grow, in a run whose schedule is not known."""
     period = engine.clock.period
-    if period is not None and engine.coming_rate() is None:
+    if period is not None and engine.coming_rate(engine.step) is None:
         warn(
             f"every is {period!r}, but no schedule of the rate is known, so T stays at "
             f"{period.least}: give the scheduler to the Ensemble"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from ..converge.sync import Sync
 from ..core.clock import Clock, QuadraticPeriod
@@ -67,8 +68,9 @@ def _with_engine(run: Setup) -> Setup:
         raise ValueError(f"every is {every!r}, whose cycles may outlast the run: pass total_steps")
     clock = Clock(run.sync.shortest, run.warmup_steps, total, period, _begin_of(run))
     engine = Engine(
-        run.knobs, count, clock, run.controller, run.seed, rules.choose_design(run), searches
-    )
+        run.knobs, count, clock, run.controller, run.seed, rules.choose_design(run), searches,
+        partial(run.schedule.coming_rate, run.optimizer),
+    )  # fmt: skip
     engine.step = max(0, int(run.schedule.step or 0))
     floors = [knob.floor() for knob in run.knobs]
     facts = Run(clock, engine.knobs, count, floors, run.is_local, searches, run.seed)

@@ -45,9 +45,10 @@ class SharedPhase:
             )
         if any(model.require_backward_grad_sync != self._shares for model in models):
             raise ValueError(
-                f"the model's DistributedDataParallel averages gradients: {not self._shares}; by "
-                f"Sync(begin=...) it is to be {self._shares} now: leave no_sync() out, and make it "
-                "before a state is loaded"
+                "Sync(begin=...) turns the all-reduce of the model's DistributedDataParallel on "
+                f"and off itself, and finds it turned {'off' if self._shares else 'on'} by others: "
+                "call optimizer.step() and ensemble.step() outside of `with model.no_sync():`, "
+                "and wrap the model before a state is loaded"
             )
 
     def end(self) -> None:

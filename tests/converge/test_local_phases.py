@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,52 @@ def test_another_number_of_replicas_goes_on_where_the_run_was(tmp_path: Path, at
             assert world == 1 or phases == [step < BEGIN for step in range(at, TOTAL)]
 
 
+def begun_elsewhere(rank: int, world: int, root: str, first: int, second: int, kind: str) -> Any:
+    """By step: are gradients shared, the weights, the optimizer's state."""
+    run = run_of(rank, begin=first, moments=kind).steps(12)
+    checkpoint.save(root, checkpoint.RunState(run.net, run.ensemble))
+    run.ensemble.close()
+    run = run_of(rank, begin=second, moments=kind)
+    run.index, found = checkpoint.load(root, checkpoint.RunState(run.net, run.ensemble)), []
+    while run.index < TOTAL:
+        shares = run.wrapped.require_backward_grad_sync
+        found.append((shares, bits([run.weights(), run.optimizer.state_dict()["state"]])))
+        run.step()
+        if run.index == 16:  # refused where replicas differ that should not
+            checkpoint.save(root, checkpoint.RunState(run.net, run.ensemble))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [("keep", 9, 20), ("keep", 9, 11), ("keep", 20, 9), ("average", 9, 20), ("reset", 9, 20)],
+)
+def test_a_run_that_is_loaded_with_another_begin_shares_all_until_then(
+    tmp_path: Path, kind: str, first: int, second: int
+) -> None:
+    """A cycle that ran over it ends at once."""
+    one, two = run_ranks(begun_elsewhere, 2, str(tmp_path), first, second, kind)
+    for step, ((shares, own), (_, other)) in enumerate(zip(one, two, strict=True), 12):
+        assert shares == (step < second or (step == 12 and second == 11))
+        assert not shares or own == other
+    assert any(own != other for (_, own), (_, other) in zip(one, two, strict=True))
+
+
+@trial(100)
+@given(*4 * [st.integers(0, 40)], *2 * [st.booleans()])
+def test_what_a_state_says_of_a_phase_holds_once_it_is_loaded(
+    begin: int, step: int, position: int, least: int, searches: bool, searching: bool
+) -> None:
+    clock = Clock(least + 1, 0, 100, begin=begin)
+    engine = Engine([Value("lr", 0.1)], 2, clock, searches=searches)
+    own = {"step": max(step, position), "position": position, "is_searching": searching}
+    state = {**engine.state_dict(), **own}
+    promised = engine.may_part_after(state)
+    with engine.taken_over(state):
+        pass
+    assert engine.may_part == promised
+
+
 def what_parts(rank: int, world: int, case: str) -> Any:
     """By step, are replicas alike? And what comes of the run."""
     with warnings.catch_warnings(record=True) as caught:
@@ -181,7 +228,10 @@ def test_a_search_puts_it_off() -> None:
 
 
 def refused(rank: int, world: int, what: str) -> None:
-    run = run_of(rank, ddp=what == "no_sync")
+    run = run_of(rank, ddp=what != "no DDP")
+    if what == "all in no_sync":
+        with run.wrapped.no_sync():
+            run.step()
     if what == "no_sync":
         with run.wrapped.no_sync():
             run.backward()
@@ -195,6 +245,7 @@ def refused(rank: int, world: int, what: str) -> None:
     [
         ("no DDP", "wrap the model in it"),
         ("no_sync", r"shared until begin, without no_sync\(\), but"),
+        ("all in no_sync", r"step\(\) and ensemble.step\(\) outside of `with model.no_sync"),
     ],
 )
 def test_gradients_that_nobody_averages_are_refused(what: str, message: str) -> None:
@@ -262,6 +313,54 @@ def test_cycles_follow_the_rate_that_they_begin_with(warm_up: int, alpha: float)
     assert lengths == sorted(lengths) and lengths[-1] > lengths[0]
 
 
+def check_cycles(ends: list[int], rates: list[float], period: hdet.QuadraticPeriod) -> None:
+    """None outlasts T of a rate that has held for `least` steps, nor ends before the shortest T."""
+    for first, end in pairwise([0, *ends]):
+        for step in range(first + period.least - 1, end):
+            held = min(rates[step - period.least + 1 : step + 1])
+            assert step - first < period.steps(held)
+        shortest = min(map(period.steps, rates[first : end + 1]))
+        assert end - first >= shortest or end == len(rates) - 1
+
+
+@trial(100)
+@given(st.integers(1, 8), st.lists(st.floats(0, 1), min_size=2, max_size=200))
+def test_a_cycle_keeps_the_shortest_period_of_its_rates(least: int, rates: list[float]) -> None:
+    period, ends = hdet.QuadraticPeriod(least, 0.5), []
+    clock = Clock(least, 0, len(rates) - 1, period)
+    engine = Engine([Value("lr", 0)], 2, clock, coming_rate=rates.__getitem__)
+    for step in range(1, len(rates)):
+        assert engine.steps_left > 0
+        if engine.tick():
+            engine.close([None, None])
+            ends.append(step)
+    check_cycles(ends, rates, period)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        partial(torchs.CosineAnnealingWarmRestarts, T_0=50),
+        partial(torchs.CosineAnnealingWarmRestarts, T_0=20, T_mult=2),
+        partial(torchs.CyclicLR, base_lr=1e-4, max_lr=0.01, cycle_momentum=False, step_size_up=30),
+    ],
+)
+@pytest.mark.parametrize(("least", "alpha"), [(4, 0.02), (7, 0.05)])
+def test_cycles_are_short_again_where_the_rate_has_risen(
+    schedule: Any, least: int, alpha: float
+) -> None:
+    period = hdet.QuadraticPeriod(least, alpha)
+    run = Run(lr=0.01, total=200, every=period, scheduler=schedule, **LOCAL)
+    rates = [run.rate]
+    for _ in range(200):
+        run.step()
+        rates.append(run.rate)
+    warm_up = next(step for step, rate in enumerate(rates) if rate > 0.00999)
+    ends = [record["step"] for record in run.records]
+    check_cycles(ends, [0.01] * warm_up + rates[warm_up:], period)
+    assert any(end - first < 50 for first, end in pairwise(ends[-3:]))
+
+
 def test_a_correction_counts_and_a_rate_that_is_moved_in_mid_cycle() -> None:
     every = hdet.QuadraticPeriod(4, 0.1)
     run = Run(lr=0.01, total=400, every=every, scheduler=cosine(0, 400), **LOCAL)
@@ -272,11 +371,56 @@ def test_a_correction_counts_and_a_rate_that_is_moved_in_mid_cycle() -> None:
     assert low.ensemble.cycle > 1 and low.ensemble.corrections["lr"] > 100
 
 
-@pytest.mark.parametrize("at", [10, 57, 150])
-def test_a_run_resumes_bitwise_in_a_period_that_grows(tmp_path: Path, at: int) -> None:
+def of_two_rates(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+    low, high = list(parameters)[:2], list(parameters)[2:]
+    return torch.optim.AdamW([{"params": low, "lr": 1e-4}, {"params": high}], **settings)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "moved"),
+    [
+        ([hdet.LearningRate(0)], "lr"),
+        ([hdet.LearningRate(0, groups=[0])], "lr/0"),
+        ([hdet.LearningRate(0, groups=[1])], "lr/1"),
+        ([hdet.LearningRate(0, groups=[1], bounds=(0, 0.011))], "lr/1"),
+        ([hdet.LearningRate(0, groups="each")], "lr/0"),
+        ([hdet.WeightDecay(0)], "weight_decay"),
+    ],
+)
+@pytest.mark.parametrize("factor", [1, 1.1, 250])
+def test_the_highest_rate_counts_whoever_explores_it(
+    knobs: list[Any], moved: str, factor: float
+) -> None:
+    """And where it is set to another value."""
+    period = hdet.QuadraticPeriod(4, 0.03)
+    run = Run(lr=0.01, weight_decay=0.1, total=200, every=period, scheduler=cosine(0, 200),
+              optimizer=of_two_rates, **LOCAL, knobs=knobs)  # fmt: skip
+    rates = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(200):
+            if step == 5 and not (knobs[0].bounds and factor > 1.1):
+                run.ensemble.set_value(moved, factor * run.ensemble.value(moved))
+            rates.append(max(group["lr"] for group in run.optimizer.param_groups))
+            run.step()
+    ends = [record["step"] for record in run.records]
+    assert ends[0] == (8 if rates[5] > rates[0] else 9)
+    for first, end in pairwise(ends):
+        assert end == min(first + period.steps(rates[first]), 200)
+
+
+def restarts(optimizer: Any) -> Any:
+    return torchs.CosineAnnealingWarmRestarts(optimizer, 45)
+
+
+@pytest.mark.parametrize("at", [10, 44, 57, 150])
+@pytest.mark.parametrize("scheduler", [cosine(20, 200), restarts])
+def test_a_run_resumes_bitwise_in_a_period_that_grows(
+    tmp_path: Path, at: int, scheduler: Any
+) -> None:
     """Loaded into one that is elsewhere; the running cycle keeps its length."""
     make = partial(
-        Run, lr=0.01, total=200, every=hdet.QuadraticPeriod(4, 0.03), scheduler=cosine(20, 200),
+        Run, lr=0.01, total=200, every=hdet.QuadraticPeriod(4, 0.03), scheduler=scheduler,
         converge=Outer(), **LOCAL,
     )  # fmt: skip
     run, other = make().steps(at), make().steps(3)
@@ -286,9 +430,9 @@ def test_a_run_resumes_bitwise_in_a_period_that_grows(tmp_path: Path, at: int) -
     assert run.ensemble.state_dict() == other.ensemble.state_dict()
 
 
-def on_ranks(rank: int, world: int) -> Any:
+def on_ranks(rank: int, world: int, scheduler: Any) -> Any:
     run = Run(rank, lr=0.01, total=100, every=hdet.QuadraticPeriod(4, 0.03), ddp=False,
-              scheduler=cosine(20, 100), **LOCAL)  # fmt: skip
+              scheduler=scheduler, **LOCAL)  # fmt: skip
     equal = []
     for _ in range(100):
         run.step()
@@ -297,7 +441,7 @@ def on_ranks(rank: int, world: int) -> Any:
 
 
 def test_replicas_average_where_cycles_end() -> None:
-    (one, ends, equal), (two, others, _) = run_ranks(on_ranks, 2)
+    (one, ends, equal), (two, others, _) = run_ranks(on_ranks, 2, restarts)
     assert torch.equal(one, two) and ends == others
     assert [step for step, same in enumerate(equal, 1) if same] == ends
 
@@ -310,13 +454,12 @@ def test_without_a_schedule_it_stays_at_the_least_and_says_so() -> None:
 
 
 def test_the_engine_keeps_the_state_of_a_cycle_that_grows() -> None:
-    value = Value("lr", 0.1, scheduled=[0.01])
-    value.simulated, value.peak_steps = [(0.01, 0.0)], [0]
+    rates = [0.01]
     clock = Clock(4, 0, 1000, hdet.QuadraticPeriod(4, 0.1))
-    engine = Engine([value], 2, clock)
+    engine = Engine([Value("lr", 0.1)], 2, clock, coming_rate=lambda step: rates[-1])
     assert engine.interval == engine.steps_left == 100
     state = engine.state_dict()
-    value.follow([0.001])
+    rates.append(0.001)
     with engine.taken_over(state):
         pass
     assert engine.interval == 100
