@@ -85,11 +85,11 @@ def asked_archs() -> tuple[str, list[str]]:
     """The variable that names architectures, and these in CMake's words."""
     for name in ("HDET_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST"):
         archs = [arch for arch in re.split(r"[;,\s]+", os.environ.get(name, "")) if arch]
-        if name.startswith("TORCH"):  # "8.0 9.0+PTX", and what is too old for these kernels
+        if name.startswith("TORCH"):  # "8.0 9.0+PTX", without names, and what is too old
             archs = [
                 arch.removesuffix("+PTX").replace(".", "") + ("" if "+" in arch else "-real")
                 for arch in archs
-                if not re.match(r"[3-6]\.|7\.[0-4]", arch)
+                if re.match(r"\d+\.\d", arch) and not re.match(r"[3-6]\.|7\.[0-4]", arch)
             ]
         if archs:
             return name, archs
@@ -135,7 +135,7 @@ def needed_time(archs: list[str]) -> str:
     seconds = CPU_SECONDS
     for arch in archs:
         seconds += PTX_SECONDS + (0 if arch.endswith("-virtual") else PTXAS_SECONDS)
-    jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+    jobs = os.environ.get("MAX_JOBS") or os.cpu_count()
     return f"about {seconds} seconds of processor time, shared by {jobs} compilers at a time"
 
 

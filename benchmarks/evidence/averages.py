@@ -12,6 +12,7 @@ first weights, training examples, wrong labels and order, the same for all metho
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -194,14 +195,14 @@ def run(workload: str, method: str, workers: int) -> Record:
     }
 
 
-def plan(options: object) -> list[Record]:
+def plan(options: argparse.Namespace) -> list[Record]:
     """Without what does not apply; one worker, where the method has no replicas."""
     tasks = []
-    for workload, method, workers in product(options.workloads, options.methods, options.workers):  # type: ignore[attr-defined]
+    for workload, method, workers in product(options.workloads, options.methods, options.workers):
         one = method in METHODS and not METHODS[method].replicas
         knob = AROUND[method].knob if method in AROUND else ""
         if (
-            (one and workers != options.workers[0])  # type: ignore[attr-defined]
+            (one and workers != options.workers[0])
             or (knob == "strength" and not WORKLOADS[workload].draw)
             or (knob == "label_smoothing" and not is_smoothed(WORKLOADS[workload]))
             or (workers == 8 and method not in EIGHT)
@@ -290,7 +291,7 @@ def summary(records: Sequence[Record]) -> str:
             rows.append([method, workers, *map(cell, halves), shown(points), cell(once)])
     rows.sort(key=lambda row: (row[1] == 8, [*METHODS].index(row[0])))
     rows = [[f"{name}, 8 workers" if n == 8 else name, *more] for name, n, *more in rows]
-    heads = ["method", "several epochs", "of the test half", "accuracy", "once"]
+    heads = ["method", "epochs, development", "epochs, test", "accuracy", "one epoch"]
     return markdown(heads, rows)
 
 
@@ -309,6 +310,7 @@ def by_workload(records: Sequence[Record]) -> str:
     epochs = {r["workload"]: round(WORKLOADS[r["workload"]].epochs) for r in records}
     names = {f"{name} ({epochs[name]})": (name,) for name in ALL if name in epochs}
     names["mean"] = tuple(epochs)
+    names["mean of the test half"] = TEST
 
     def one(key: tuple[str, int], workloads: Sequence[str]) -> str:
         return shown(mean([of.loss for of in found.get(key, []) if of.workload in workloads]))

@@ -27,8 +27,8 @@ class BestValueController(NearPeak):
     First, where a knob has values, multipliers or a ratio: after ``cycles`` cycles its base value
     moves to the one with the lowest mean training loss. Replicas try another one in each cycle, so
     what their data do is averaged out. One with a loss that is missing or not finite never wins.
-    A replica without a finite loss at any of several values is left out; where it alone had tried
-    a value, nothing moves.
+    A replica that has a finite loss at none of several values is left out; if only it has tried a
+    value, nothing moves.
     Then half of the replicas train a little above the base value and half below, as far as the
     knob's spread says or else ``spread``. It moves to that half if its loss was lower in each of
     ``cycles`` cycles: without an effect that happens in 2 of 2**cycles decisions.

@@ -30,8 +30,9 @@ class Outer(Averaging):
         theta_r <- a - rate * (d + momentum * v)        a - rate * v without ``nesterov``
 
     Buffers get their plain mean. Masters are stepped, and their 16-bit parameters written with
-    them. `Ensemble.converge` in the middle of a cycle is the plain mean; the next outer step is
-    over what follows, with the momentum that there is. hdet.checkpoint saves v, and a where one
+    them. `Ensemble.converge` in the middle of a cycle is the plain mean of replicas that
+    differ; the next outer step is over what follows, with the momentum that there is. Of one worker
+    it does nothing. hdet.checkpoint saves v, and a where one
     worker is in the middle of a cycle; loading an optimizer's state without them begins again.
 
     One worker is enough (SNOO, arXiv 2510.15830): one replica, in one process or in shards
@@ -99,7 +100,7 @@ class _Outer(Averager):
         self._buckets = Buckets(lambda: sent, task.bucket_bytes, in_place=True)
 
     def _forget(self, *_: Any) -> None:
-        self.idle, self._origins = True, []
+        self._origins = []
         self._is_under_way = self._is_loaded = False
 
     def complete(self, shares: Sequence[float]) -> None:

@@ -30,7 +30,7 @@ class Sync:
 
     Args:
         every: T, optimizer steps between averages, >= 1, or a `QuadraticPeriod`. The end of the run
-            ends a cycle, so that its length averages once, at the end.
+            ends a cycle, so that ``every=total_steps`` averages once, at the end.
         converge: the way of averaging, from hdet.converge (docs/converge.md tells when another one
             pays).
         gradients: ``"shared"``: all replicas step with the same all-reduced gradient. ``"local"``:

@@ -144,8 +144,8 @@ class Engine:
 
     @property
     def may_part(self) -> bool:
-        """Or do replicas share gradients and train alike? They do until `Sync.begin`, and until a
-        search that is under way there is over."""
+        """May replicas differ? Before `Sync.begin`, and while a search goes on beyond it, they
+        share gradients and train alike."""
         return self._may_part(self.first, self.is_searching)
 
     def may_part_after(self, state: Any) -> bool:

@@ -52,7 +52,7 @@ class Run:
 
     @property
     def sync_interval(self) -> int:
-        """T, in optimizer steps."""
+        """T, in optimizer steps; of a QuadraticPeriod the least."""
         return self.clock.sync_interval
 
 

@@ -93,7 +93,7 @@ class Cycles:
         self.measurements.release(keep=self.engine.plan.measures)
         self.reset_losses()
         self.has_explored, self.has_samples = False, bool(self.engine.plan.measures)
-        _ = self.engine.interval
+        _ = self.engine.interval  # decided by the rate that stands here
         if self._phase is not None:
             shares = not self.engine.may_part
             self._phase.let_share(shares)

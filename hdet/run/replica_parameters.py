@@ -90,8 +90,8 @@ class ReplicaParameters:
     # -- in the course of a cycle ------------------------------------------------------------------
 
     def on_cycle_start(self, may_part: bool) -> None:
-        """Before the first step of a cycle. ``may_part``: else it will not be averaged otherwise
-        than by `complete`."""
+        """Before the first step of a cycle. ``may_part``: if False, it ends by `complete` at
+        most."""
         if may_part:
             self.average.on_cycle_start()
         if self._starts is not None:

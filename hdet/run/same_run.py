@@ -59,7 +59,7 @@ class Agreement:
         self.reached, self._values = False, None
 
     def expect(self, gradients: str) -> bool:
-        """From the next step on. Returns whether that is another kind, which is not known."""
+        """From the next step on. True if this is another kind, which that step then checks."""
         is_other = gradients != self.gradients
         if is_other:
             self.gradients, self.knows_gradients = gradients, self._are_changed

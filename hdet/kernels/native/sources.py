@@ -5,8 +5,10 @@ from pathlib import Path
 
 
 def digest_of(folder: Path) -> str:
-    """Of the C++ and CUDA files in this folder, whatever ends their lines; empty if there are
-    none."""
+    """Of the C++ and CUDA files in this folder, whatever ends their lines; empty if it is not
+    hdet's."""
+    if not (folder / "core" / "rules.h").exists():
+        return ""
     files = sorted(
         path for path in folder.rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh")
     )
@@ -14,4 +16,4 @@ def digest_of(folder: Path) -> str:
     for path in files:
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
         digest.update(path.read_bytes().replace(b"\r\n", b"\n") + b"\0")
-    return digest.hexdigest()[:16] if files else ""
+    return digest.hexdigest()[:16]
