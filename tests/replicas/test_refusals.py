@@ -53,7 +53,7 @@ def one_dimension(rank: int, world: int) -> list[str]:
 def test_one_dimensional_fsdp_is_one_replica() -> None:
     for several, said, own, single, auto in run_ranks(one_dimension, 2):
         assert several.startswith("ranks 0-1 are one replica")
-        assert "AutoLR(model), which needs one replica only" in several
+        assert "search=hdet.AutoLR(model)" in several
         for part in (
             "(0.weight) is sharded (S(0)) over ranks 0-1 by 'dp' of the mesh (dp=2)",
             "('dp_replicate', 'dp_shard')", "fully_shard", "leave replicas out",
