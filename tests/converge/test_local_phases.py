@@ -32,6 +32,7 @@ from ..trial.common import auto_run, searched
 
 LOCAL = {"gradients": "local", "moments": "keep"}
 TOTAL, BEGIN = 24, 9
+slow = pytest.mark.slow
 
 
 # -- from Sync.begin on ----------------------------------------------------------------------------
@@ -114,8 +115,11 @@ def interrupted(rank: int, world: int, root: str, at: int, settings: dict[str, A
 @pytest.mark.parametrize("at", [3, 9, 12])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"moments": "average", "converge": Outer()}, {"moments": "reset", "begin": 9 / 24}],
-    ids=["keep", "outer", "reset"],
+    [
+        pytest.param({}, id="keep"),
+        pytest.param({"moments": "average", "converge": Outer()}, id="outer", marks=slow),
+        pytest.param({"moments": "reset", "begin": 9 / 24}, id="reset", marks=slow),
+    ],
 )
 def test_a_run_resumes_bitwise_in_both_phases(
     tmp_path: Path, at: int, settings: dict[str, Any]
@@ -139,7 +143,7 @@ def saved(rank: int, world: int, root: str, at: int) -> None:
     checkpoint.save(root, checkpoint.RunState(run.net, run.ensemble))
 
 
-@pytest.mark.parametrize("at", [3, 12])
+@pytest.mark.parametrize("at", [3, pytest.param(12, marks=slow)])
 def test_another_number_of_replicas_goes_on_where_the_run_was(tmp_path: Path, at: int) -> None:
     run_ranks(saved, 2, str(tmp_path), at)
     for world in (1, 3):
@@ -164,6 +168,7 @@ def begun_elsewhere(rank: int, world: int, root: str, first: int, second: int, k
     return found
 
 
+@slow
 @pytest.mark.parametrize(
     ("kind", "first", "second"),
     [("keep", 9, 20), ("keep", 9, 11), ("keep", 20, 9), ("average", 9, 20), ("reset", 9, 20)],
