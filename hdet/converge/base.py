@@ -28,7 +28,7 @@ class Task:
     """Upper bound of the extra memory of a plain average."""
     gradients: str = "shared"
     """"shared" or "local"."""
-    explores: bool = True
+    can_explore: bool = True
     """May replicas differ by their knobs?"""
 
     def parts(self) -> list[Part]:

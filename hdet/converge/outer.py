@@ -30,10 +30,10 @@ class Outer(Averaging):
         theta_r <- a - rate * (d + momentum * v)        a - rate * v without ``nesterov``
 
     Buffers get their plain mean. Masters are stepped, and their 16-bit parameters written with
-    them. `Ensemble.converge` in the middle of a cycle is the plain mean of replicas that
-    differ; the next outer step is over what follows, with the momentum that there is. Of one worker
-    it does nothing. hdet.checkpoint saves v, and a where one
-    worker is in the middle of a cycle; loading an optimizer's state without them begins again.
+    them. `Ensemble.converge` in the middle of a cycle is the plain mean of replicas that differ;
+    the next outer step is over what follows, with the momentum that there is. Of one worker it does
+    nothing. hdet.checkpoint saves v, and a where one worker is in the middle of a cycle; loading an
+    optimizer's state without them begins again.
 
     One worker is enough (SNOO, arXiv 2510.15830): one replica, in one process or in shards
     (FSDP2), or replicas that share gradients and are equal, because no knob has a spread or there
@@ -69,7 +69,7 @@ class Outer(Averaging):
         within(self.momentum, "momentum", "[0, 1)")
 
     def make_averager(self, task: Task) -> Averager:
-        if task.replicas.count > 1 and task.gradients != "local" and task.explores:
+        if task.replicas.count > 1 and task.gradients != "local" and task.can_explore:
             raise ValueError(
                 "Outer needs gradients='local' where replicas differ by their knobs: with shared "
                 "ones an outer step would enlarge what they differ by. Pass gradients='local' and "
