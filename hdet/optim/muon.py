@@ -222,8 +222,9 @@ class FusedMuon(FusedOptimizer):
                         f"use_muon={use} of {name}, but that of this optimizer's is {not use}: "
                         "give its groups in this order"
                     )
-                for key in ours[i].keys() & {"name", *OF_SHAPES}:
-                    group.setdefault(key, ours[i][key])
+                group.update({key: ours[i][key] for key in OF_SHAPES if key in ours[i]})
+                if "name" in ours[i]:
+                    group.setdefault("name", ours[i]["name"])
         super().__setstate__(state)
 
     def _layout(self, param: Tensor) -> Layout:

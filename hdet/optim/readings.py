@@ -74,14 +74,15 @@ def readings_of(group: Mapping[str, Any], what: str) -> list[Reading]:
             "pairs, or the sizes alone, which are those of all of its matrices"
         )
     sizes_of = [_sizes_of(name, splits) for name in said]
+    places = [f"{name or f'parameter {i}'} of {what}" for i, name in enumerate(said)]
     return [
-        _read(param.shape, higher, sizes, f"parameter {i} of {what}")
-        for i, (param, sizes) in enumerate(zip(params, sizes_of, strict=True))
+        _read(param.shape, higher, sizes, place)
+        for param, sizes, place in zip(params, sizes_of, places, strict=True)
         if isinstance(param, Tensor)  # torch refuses others
     ]
 
 
-def _sizes_of(name: str, splits: Any) -> Sequence[int]:
+def _sizes_of(name: str, splits: Any) -> Any:
     if not isinstance(splits, Mapping):
         return splits or ()
     return next((sizes for key, sizes in splits.items() if _names(key, name)), ())
@@ -117,11 +118,12 @@ def _read(shape: Sequence[int], higher: str | None, sizes: Any, what: str) -> Re
         )
     flat = higher == "flatten" and len(shape) > 2
     rows, columns = (shape[0], math.prod(shape[1:])) if flat else shape[-2:]
-    sizes = tuple(sizes)
-    whole = all(isinstance(size, int) and size > 0 for size in sizes)
-    if sizes and not (whole and (sum(sizes) == rows or (sum(sizes) == columns and not flat))):
+    if not sizes:
+        return Reading(flat, ())
+    fits = isinstance(sizes, Sequence) and all(isinstance(x, int) and x > 0 for x in sizes)
+    if not fits or sum(sizes) not in (rows, rows if flat else columns):
         raise ValueError(
             f"splits={sizes} of {what}, of shape {tuple(shape)}, must be whole numbers that add up "
             f"to its {rows} rows{'' if flat else f' or {columns} columns'}"
         )
-    return Reading(flat, sizes, -2 if not sizes or sum(sizes) == rows else -1)
+    return Reading(flat, tuple(sizes), -2 if sum(sizes) == rows else -1)

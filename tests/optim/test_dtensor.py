@@ -189,6 +189,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
         model.named_parameters(),
         lr=1e-2,
         use_muon=lambda name, p: p.ndim == 2,
+        splits={"up.weight": (40, 30)},
         ns_dtype=torch.float32,
         **options,
     ),

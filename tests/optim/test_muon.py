@@ -351,8 +351,8 @@ OF_SEVERAL: dict[str, tuple[tuple[int, ...], dict[str, Any], Any]] = {
 def test_what_holds_several_matrices_is_stepped_as_these(
     case: str, adjust: str, ns_dtype: torch.dtype
 ) -> None:
-    """In two replicas, where a gradient is missing, and after a state of torch's, which does not
-    say how to read it."""
+    """In two replicas, where a gradient is missing, and after a state of an optimizer that read it
+    otherwise."""
     shape, said, cut = OF_SEVERAL[case]
     generator = torch.Generator().manual_seed(0)
     options = {"lr": 2e-2, "adjust_lr_fn": adjust, "ns_dtype": ns_dtype}
@@ -380,8 +380,7 @@ def test_what_holds_several_matrices_is_stepped_as_these(
         ours.step()
         theirs.step()
         state = copy.deepcopy(ours.state_dict())
-        for key in said:
-            del state["param_groups"][0][key]
+        state["param_groups"][0] |= dict.fromkeys(said)
         ours.load_state_dict(state)
     for k in range(2):
         found = [part for param in ours.replica_parameters(k) for part in cut(param)]
