@@ -8,6 +8,7 @@ hdet/__init__.pyi, which are committed; tests/kernels/test_rules.py prints them 
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import sys
 import textwrap
@@ -134,7 +135,7 @@ class Cpp(Language):
     row_format = "s{}"
 
     def number(self, x: float) -> str:
-        return repr(x)
+        return repr(x) if math.isfinite(x) else "__builtin_huge_val()"
 
     def chosen(self, condition: str, a: str, b: str) -> str:
         return f"({condition} ? {a} : {b})"
@@ -309,7 +310,7 @@ class Triton(Language):
     row_format = "s[{}]"
 
     def number(self, x: float) -> str:
-        return f"f64({x!r})".replace("e+", "e")
+        return f"f64({x!r})" if math.isfinite(x) else 'f64(float("inf"))'
 
     def chosen(self, condition: str, a: str, b: str) -> str:
         return f"tl.where({bare(condition)}, {bare(a)}, {bare(b)})"

@@ -168,21 +168,24 @@ def ademamix(row, g, p, m, slow, v):
 
 @triton.jit
 def adopt_scalars(h, step, rate, whole, s, live):
-    put(h.eps, s + 0, live)
-    put(f64(3.4028234663852886e38), s + 1, live)
-    put(f64(0.0) - tl.sqrt(tl.sqrt(step - f64(1.0))), s + 2, live)
-    put(tl.sqrt(tl.sqrt(step - f64(1.0))), s + 3, live)
-    put(f64(1.0) - h.beta1, s + 4, live)
-    put(h.beta1, s + 5, live)
-    put(tl.where(step <= f64(1.0), f64(0.0), h.beta2), s + 6, live)
-    put(f64(1.0) - tl.where(step <= f64(1.0), f64(0.0), h.beta2), s + 7, live)
+    put(step <= f64(1.0), s + 0, live)
+    put(h.eps, s + 1, live)
+    put(f64(float("inf")), s + 2, live)
+    put(f64(0.0) - tl.sqrt(tl.sqrt(step - f64(1.0))), s + 3, live)
+    put(tl.sqrt(tl.sqrt(step - f64(1.0))), s + 4, live)
+    put(f64(1.0) - h.beta1, s + 5, live)
+    put(h.beta1, s + 6, live)
+    put(tl.where(step <= f64(1.0), f64(0.0), h.beta2), s + 7, live)
+    put(f64(1.0) - tl.where(step <= f64(1.0), f64(0.0), h.beta2), s + 8, live)
 
 
 @triton.jit
 def adopt(row, g, p, m, v):
     s = row.s
-    t0 = lerp(m, clip(tl.div_rn(g, clip(tl.sqrt_rn(v), s[0], s[1])), s[2], s[3]), s[4], s[5])
-    return t0, t0, (v * s[6]) + ((g * s[7]) * g)
+    t0 = tl.where(
+        s[0] != 0, m, lerp(m, clip(tl.div_rn(g, clip(tl.sqrt_rn(v), s[1], s[2])), s[3], s[4]), s[5], s[6])
+    )
+    return t0, t0, (v * s[7]) + ((g * s[8]) * g)
 
 
 @triton.jit

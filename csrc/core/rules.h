@@ -13,7 +13,7 @@
 
 namespace hdet {
 
-constexpr const char* kRulesDigest = "38e180fa73f5abf9";
+constexpr const char* kRulesDigest = "1446a6e4d5cfe579";
 
 enum class Rule : int32_t { adamw = 0, adam = 1, adan = 2, ademamix = 3, adopt = 4,
     cautious_adamw = 5, lion = 6, cautious_lion = 7, mars = 8, muon = 9, nadamw = 10,
@@ -207,14 +207,15 @@ struct AdoptRule {  // no kernels of its own
 
   HDET_HD void derive(const GroupSettings& h, uint32_t step, double /*rate*/, const
       Whole& /*whole*/, float* s) {
-    s[0] = static_cast<float>(h.eps);
-    s[1] = static_cast<float>(3.4028234663852886e+38);
-    s[2] = static_cast<float>(0.0 - square_root(square_root(step - 1.0)));
-    s[3] = static_cast<float>(square_root(square_root(step - 1.0)));
-    s[4] = static_cast<float>(1.0 - h.beta1);
-    s[5] = static_cast<float>(h.beta1);
-    s[6] = static_cast<float>(step <= 1.0 ? 0.0 : h.beta2);
-    s[7] = static_cast<float>(1.0 - (step <= 1.0 ? 0.0 : h.beta2));
+    s[0] = static_cast<float>(step <= 1.0);
+    s[1] = static_cast<float>(h.eps);
+    s[2] = static_cast<float>(__builtin_huge_val());
+    s[3] = static_cast<float>(0.0 - square_root(square_root(step - 1.0)));
+    s[4] = static_cast<float>(square_root(square_root(step - 1.0)));
+    s[5] = static_cast<float>(1.0 - h.beta1);
+    s[6] = static_cast<float>(h.beta1);
+    s[7] = static_cast<float>(step <= 1.0 ? 0.0 : h.beta2);
+    s[8] = static_cast<float>(1.0 - (step <= 1.0 ? 0.0 : h.beta2));
   }
   HDET_HD double divisor(const GroupSettings& /*h*/, uint32_t /*step*/) {
     return 1.0;
@@ -223,10 +224,10 @@ struct AdoptRule {  // no kernels of its own
   template <class Moments>
   HDET_HD float direction(const HyperRow& row, float g, float /*p*/, const Moments& moments) {
     const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3], s4 = row.s[4],
-        s5 = row.s[5], s6 = row.s[6], s7 = row.s[7];
+        s5 = row.s[5], s6 = row.s[6], s7 = row.s[7], s8 = row.s[8];
     const float m = moments[0], v = moments[1];
-    const float t0 = lerp(m, clip(g / clip(square_root(v), s0, s1), s2, s3), s4, s5);
-    const float new_v = (v * s6) + ((g * s7) * g);
+    const float t0 = s0 != 0 ? m : lerp(m, clip(g / clip(square_root(v), s1, s2), s3, s4), s5, s6);
+    const float new_v = (v * s7) + ((g * s8) * g);
     const float u = t0;
     moments[0] = t0;
     moments[1] = new_v;

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from .decorator import rule
-from .trace import Settings, Tensor, average, clip, root, sqrt, where
+from .trace import Settings, Tensor, average, choose, clip, root, sqrt, where
 
 
 @rule(
@@ -44,6 +44,7 @@ def adopt(h: Settings, g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> tuple[Tens
     0.95
     """
     limit = sqrt(sqrt(h.step - 1))
-    m = average(m, clip(g / clip(root(v), h.eps), 0 - limit, limit), h.beta1)
+    c = clip(g / clip(root(v), h.eps), 0 - limit, limit)
+    m = choose(h.step <= 1, m, average(m, c, h.beta1))
     beta2 = where(h.step <= 1, 0, h.beta2)
     return m, m, beta2 * v + (1 - beta2) * g * g

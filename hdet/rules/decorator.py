@@ -232,8 +232,8 @@ def rule(
         base: the class, of hdet.optim, that the optimizer's is made of; FusedOptimizer if none.
         gives_parameter: the function gives the new parameter in the place of a direction. It steps
             one replica, whose rate is h.rate.
-        first_step: the first one that changes the parameter, by decay or direction; those before it
-            change moments alone.
+        first_step: the first one that changes the parameter, by decay or direction. In those before
+            it the direction must be finite.
         generic: on CUDA it has the kernels that all such rules share, and adds nothing to the time
             of an install.
         takes: the optimizer of torch.optim whose options and states this one takes.

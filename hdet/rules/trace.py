@@ -9,12 +9,10 @@ kernels/reference/arithmetic.py evaluates the tree, csrc/generate.py prints it i
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, overload
-
-LARGEST = (2 - 2.0**-23) * 2.0**127
-"""float32's"""
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def sign(x: Tensor) -> Tensor:
     return Tensor("sign", (x,))
 
 
-def clip(x: Tensor, low: Scalar | float, high: Scalar | float = LARGEST) -> Tensor:
+def clip(x: Tensor, low: Scalar | float, high: Scalar | float = math.inf) -> Tensor:
     """Each element within these limits; NaN stays NaN."""
     return Tensor("clip", (x, _number(low), _number(high)))
 

@@ -144,7 +144,7 @@ def adan(
 ) -> None:
     """Xie et al. 2022, Algorithm 1, with the corrections of the authors' code"""
     beta1, beta2, beta3 = group["betas"]
-    e = g + neg_pre_grad if t > 1 else torch.zeros_like(g)
+    e = g + neg_pre_grad if t > 1 else g - g
     neg_pre_grad.copy_(-g)
     m.lerp_(g, 1 - beta1)
     d.lerp_(e, 1 - beta2)
