@@ -158,14 +158,14 @@ def derive(
         tl.store(seen, count + 1, mask=live & (tensor < tl.where(skip, 0, num_tensors)))
 
 
-@triton.jit(do_not_specialize=["num_groups", "num_replicas"])
+@triton.jit(do_not_specialize=["longest", "num_groups", "num_replicas"])
 def derive_again(
     gradients,
     settings,
     rates,
-    chunks,
-    spans,  # [tensor]: its first chunk, and how many it has
+    spans,  # [tensor]: the number of its first chunk, and its elements
     sums,  # [chunk][SUMS]
+    longest,  # elements of a chunk
     groups,
     rows,
     num_groups,
@@ -176,25 +176,23 @@ def derive_again(
     BLOCK: tl.constexpr,
 ):
     """What of a tensor's row depends on sums over it; a program for each."""
-    tensor = tl.program_id(0) + tl.arange(0, 1)
     first = tl.load(spans + 2 * tl.program_id(0))
-    count = tl.load(spans + 2 * tl.program_id(0) + 1)
-    live = (tl.load(gradients + tensor) != 0) & (count > 0)
-    found = ()
-    for j in tl.static_range(SUMS):
-        total = tl.zeros((BLOCK,), tl.float64)
-        for start in range(0, count, BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            total += tl.load(sums + (first + i) * SUMS + j, mask=i < count, other=0.0)
-        found = found + (tl.sum(total, 0),)
-    last = chunks + (first + tl.maximum(count, 1) - 1) * 4
-    elements = tl.load(last, mask=count > 0, other=0) + (
-        tl.load(last + 2, mask=count > 0, other=0) >> 32
-    )
-    group = tl.load(groups + tensor)
-    row = rows + tensor * HYPER_ROW
-    step = tl.load(row + 1, mask=live, other=0).to(tl.uint32, bitcast=True)
-    h = load_settings(settings + CALL_SETTINGS + group * GROUP_SETTINGS, live)
-    rho = tl.load(settings + CALL_SETTINGS + num_groups * GROUP_SETTINGS + group * num_replicas)
-    rate = rate_of(rates, group, h.lr, step, live, FIRST) * rho
-    store_scalars(h, step, rate, Whole(elements.to(tl.float64), found), row + 2, live, RULE)
+    elements = tl.load(spans + 2 * tl.program_id(0) + 1)
+    count = (elements + longest - 1) // longest
+    if elements > 0:
+        found = ()
+        for j in tl.static_range(SUMS):
+            total = tl.zeros((BLOCK,), tl.float64)
+            for start in range(0, count, BLOCK):
+                i = start + tl.arange(0, BLOCK)
+                total += tl.load(sums + (first + i) * SUMS + j, mask=i < count, other=0.0)
+            found = found + (tl.sum(total, 0),)
+        tensor = tl.program_id(0) + tl.arange(0, 1)
+        live = tl.load(gradients + tensor) != 0
+        group = tl.load(groups + tensor)
+        row = rows + tensor * HYPER_ROW
+        step = tl.load(row + 1).to(tl.uint32, bitcast=True)
+        h = load_settings(settings + CALL_SETTINGS + group * GROUP_SETTINGS, live)
+        rho = tl.load(settings + CALL_SETTINGS + num_groups * GROUP_SETTINGS + group * num_replicas)
+        rate = rate_of(rates, group, h.lr, step, live, FIRST) * rho
+        store_scalars(h, step, rate, Whole(elements.to(tl.float64), found), row + 2, live, RULE)

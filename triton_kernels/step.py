@@ -408,7 +408,7 @@ def sum_block(shared, place, row, start, end, j: tl.constexpr, V: tl.constexpr):
     return tl.sum(tl.where(mask, made[j], 0.0).to(tl.float64), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["longest"])
 def sum_terms(
     chunks,
     gradients,
@@ -420,7 +420,9 @@ def sum_terms(
     random,
     emas,
     ema_rows,
-    sums,  # [chunk][SUMS], from the first of these chunks on
+    spans,  # [tensor]: the number of its first chunk, and its elements
+    sums,  # [chunk][SUMS], of all chunks in the order of tensors
+    longest,  # elements of a chunk
     SUMS: tl.constexpr,
     V: tl.constexpr,
 ):
@@ -435,4 +437,5 @@ def sum_terms(
         total = tl.full((), 0.0, tl.float64)
         for start in range(0, length, V.block):
             total += sum_block(shared, place, row, start, length, j, V)
-        tl.store(sums + tl.program_id(0) * SUMS + j, total)
+        number = tl.load(spans + 2 * chunk.tensor) + chunk.offset // longest
+        tl.store(sums + number * SUMS + j, total)

@@ -64,7 +64,7 @@ struct StepPlan {
   double* partials;         // [chunk] sums of squares; null: no norm
   double* sums;             // [chunk][num_sums], what a rule sums over a tensor
   int32_t num_sums;         // 0: nothing
-  const int32_t* spans;     // [tensor]: its first chunk, and how many it has
+  const int64_t* spans;     // [tensor]: the number of its first chunk, and its elements
   const float* grad_scale;  // torch's GradScaler, or null
   const float* found_inf;   // or null
 

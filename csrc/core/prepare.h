@@ -91,17 +91,17 @@ HDET_HD int64_t prepare_tensor(const StepPlan& plan, const Control& control, int
   return tensor;
 }
 
-HDET_HD int32_t first_chunk_of(const StepPlan& plan, int64_t tensor) {
-  return plan.spans[2 * tensor];
+// A tensor's sums, of its first chunk and those that follow it, and how many chunks it has.
+HDET_HD const double* sums_of(const StepPlan& plan, int64_t tensor) {
+  return plan.sums + plan.spans[2 * tensor] * plan.num_sums;
 }
-HDET_HD int32_t num_chunks_of(const StepPlan& plan, int64_t tensor) {
-  return plan.spans[2 * tensor + 1];
+HDET_HD int64_t num_chunks_of(const StepPlan& plan, int64_t tensor) {
+  return (plan.spans[2 * tensor + 1] + plan.longest - 1) / plan.longest;
 }
 
 // After the sums over a tensor that has elements and a gradient: what depends on them.
 HDET_HD void prepare_again(const StepPlan& plan, int64_t tensor, Whole& whole) {
-  const Chunk& last = plan.chunks[first_chunk_of(plan, tensor) + num_chunks_of(plan, tensor) - 1];
-  whole.elements = static_cast<double>(last.offset + last.length);
+  whole.elements = static_cast<double>(plan.spans[2 * tensor + 1]);
   const int32_t group = plan.groups[tensor];
   HyperRow& row = plan.rows[tensor];
   const double rate = rate_of(plan, group, row.step) * rho_settings(plan, group)[0];

@@ -132,11 +132,11 @@ void prepare(const StepPlan& plan) {
 // The rest of it, for rules that ask for sums: each tensor's are those of its chunks, in order.
 void take_in_sums(const StepPlan& plan) {
   for (int64_t tensor = 0; tensor < plan.num_tensors; ++tensor) {
-    if (plan.gradients[tensor] == nullptr || num_chunks_of(plan, tensor) == 0) continue;
+    if (plan.gradients[tensor] == nullptr || plan.num_chunks == 0) continue;
     Whole whole{};
     for (int64_t i = 0; i < num_chunks_of(plan, tensor); ++i) {
-      const double* const sums = plan.sums + (first_chunk_of(plan, tensor) + i) * plan.num_sums;
-      for (int32_t j = 0; j < plan.num_sums; ++j) whole.sums[j] += sums[j];
+      for (int32_t j = 0; j < plan.num_sums; ++j)
+        whole.sums[j] += sums_of(plan, tensor)[i * plan.num_sums + j];
     }
     prepare_again(plan, tensor, whole);
   }

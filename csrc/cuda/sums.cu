@@ -46,7 +46,7 @@ HDET_DEVICE Stream moment_stream(const StepPlan& plan, const Chunk& chunk, const
 
 // Of one thread's elements.
 template <class Rule>
-HDET_DEVICE Sums sums_of(const StepPlan& plan, const Chunk& chunk, int thread) {
+HDET_DEVICE Sums sums_of_thread(const StepPlan& plan, const Chunk& chunk, int thread) {
   const Formats formats = unpack_formats(chunk.formats);
   const HyperRow row = plan.rows[chunk.tensor];
   const Stream gradient{formats.gradient,
@@ -98,7 +98,8 @@ __global__ void __launch_bounds__(kSumThreads) sums_kernel(const __grid_constant
   PerThread<Sums, kSumThreads> own;
   threads([&](int thread) {
     own[thread] = with_rule(plan.rule, [&](auto rule) {
-      if constexpr (decltype(rule)::kSums > 0) return sums_of<decltype(rule)>(plan, chunk, thread);
+      if constexpr (decltype(rule)::kSums > 0)
+        return sums_of_thread<decltype(rule)>(plan, chunk, thread);
       else return Sums{};
     });
   });
@@ -118,10 +119,8 @@ __global__ void __launch_bounds__(kSumThreads, 2)
     prepare_again_kernel(const __grid_constant__ StepPlan plan) {
   __shared__ double shared[kSumThreads];
   const int64_t tensor = blockIdx.x;
-  const int count = num_chunks_of(plan, tensor);
-  if (plan.control->skip != 0.0f || plan.gradients[tensor] == nullptr || count == 0) return;
-  const double* const first =
-      plan.sums + static_cast<int64_t>(first_chunk_of(plan, tensor)) * plan.num_sums;
+  if (plan.control->skip != 0.0f || plan.gradients[tensor] == nullptr) return;
+  const auto count = static_cast<int>(num_chunks_of(plan, tensor));
   PerThread<Sums, kSumThreads> own;
   threads([&](int thread) {
     own[thread] = {};
@@ -129,7 +128,7 @@ __global__ void __launch_bounds__(kSumThreads, 2)
 #pragma unroll
       for (int j = 0; j < kMostSums; ++j)
         if (j < plan.num_sums)
-          own[thread].of[j] += first[static_cast<int64_t>(i) * plan.num_sums + j];
+          own[thread].of[j] += sums_of(plan, tensor)[static_cast<int64_t>(i) * plan.num_sums + j];
     }
   });
   const Sums sums = add_up_threads(own, plan.num_sums, shared);
@@ -147,7 +146,7 @@ __global__ void __launch_bounds__(kSumThreads, 2)
 void launch_sums(const StepPlan& plan, std::uintptr_t stream) {
   launch("cudaLaunchKernelEx(sums)", sums_kernel, {plan.num_chunks, kSumThreads}, stream, plan);
   launch("cudaLaunchKernelEx(sums of tensors)", prepare_again_kernel,
-         {plan.num_tensors, kSumThreads}, stream, plan);
+         {plan.num_chunks == 0 ? 0 : plan.num_tensors, kSumThreads}, stream, plan);
 }
 
 }  // namespace hdet::cuda

@@ -82,10 +82,10 @@ class TableStepPlan:
         self.chunks = self._cut()
         self.num_sums = len(RULES[t.rule].trace.sums)
         ids = range(self.count) if t.ids is None else t.ids
-        spans = self.chunks.spans(self.count) if self.num_sums else ()
         self.numbers = memory.place(
-            torch.tensor([*ids, *t.groups, *spans], dtype=torch.int32, device="cpu")
+            torch.tensor([*ids, *t.groups], dtype=torch.int32, device="cpu")
         )
+        self.spans = memory.place(self.chunks.spans(self.elements)) if self.num_sums else None
         self.placed_chunks = memory.place(self.chunks.table)
         self._make_room()
         self.inputs = Inputs(memory, t)

@@ -65,13 +65,12 @@ class Chunks(NamedTuple):
     def number(self) -> int:
         return len(self.table)
 
-    def spans(self, count: int) -> list[int]:
-        """Of each of `count` tensors its first chunk, and how many it has, one after the other."""
-        owners = self.table[:, 2] & 0xFFFFFFFF
-        numbers = torch.bincount(owners, minlength=count)
-        firsts = torch.zeros(count, dtype=torch.int64, device="cpu")
-        firsts[owners.flip(0)] = torch.arange(self.number, device="cpu").flip(0)
-        return torch.stack((firsts, numbers), 1).flatten().tolist()
+    def spans(self, elements: Sequence[int]) -> Tensor:
+        """(tensors, 2) int64: the number of each tensor's first chunk, where tensors come in turn,
+        and how many elements it has."""
+        sizes = _numbers(elements)
+        counts = -(-sizes // max(self.longest, 1))
+        return torch.stack((counts.cumsum(0) - counts, sizes), 1)
 
 
 def chunks_of(

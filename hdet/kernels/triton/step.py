@@ -120,18 +120,17 @@ class TritonStepPlan(TableStepPlan):
 
     def _sum_terms(self, launches: list[tuple[StepVariant, Tensor]]) -> None:
         """What the rule sums over tensors, and what of their rows depends on it."""
-        first, t, rule = 0, self.tensors, RULES[self.tensors.rule]
+        t, rule = self.tensors, RULES[self.tensors.rule]
+        places = (self.spans, self.sums, max(self.chunks.longest, 1))
         for variant, chunks in launches:
-            tables = (*self._tables(chunks), self.sums[first * self.num_sums :])
+            tables = (*self._tables(chunks), *places)
             self.memory.launch(sum_terms, len(chunks), *tables, SUMS=self.num_sums, V=variant)
-            first += len(chunks)
-        groups, spans = self.numbers[self.count :], self.numbers[2 * self.count :]
-        tables = (self.placed_gradients, *self.placed_settings, self.placed_chunks, spans)
+        tables = (self.placed_gradients, *self.placed_settings, *places)
         counts = (t.num_groups, t.num_replicas)
         self.memory.launch(
             hyper.derive_again,
             self.count,
-            *(*tables, self.sums, groups, self.rows, *counts),
+            *(*tables, self.numbers[self.count :], self.rows, *counts),
             RULE=t.rule,
             FIRST=rule.first_step,
             SUMS=self.num_sums,
