@@ -20,8 +20,8 @@ from .interface import Column, StepOptions, StepTensors
 from .numbers import CODES
 
 DTYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, CODES: 4}
-MASTERS = {None: 0, torch.float32: 1, torch.int16: 2}
-"""in the order of csrc/core/numbers.h: DType, Master"""
+DTYPES |= {torch.int16: 2, torch.int8: 4}
+"""of csrc/core/numbers.h: DType, and Master"""
 CHUNK_ELEMENTS, LEAST_CHUNK_ELEMENTS = 16384, 2048
 """64 KiB a stream of float32: a step's four streams fit an L2 cache. Whole blocks of codes."""
 
@@ -31,9 +31,8 @@ def formats(count: int, *columns: Column | None, stochastic: bool = False) -> li
     moments are stored."""
     packed = [int(stochastic) << 24] * count
     for place, column in enumerate(columns):
-        codes = MASTERS if place == 2 else DTYPES
         for i, tensor in enumerate(column or ()):
-            packed[i] |= codes[None if tensor is None else tensor.dtype] << 4 * place
+            packed[i] |= DTYPES[None if tensor is None else tensor.dtype] << 4 * place
     return packed
 
 

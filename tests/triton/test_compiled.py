@@ -132,6 +132,7 @@ STEPS = {
     "adamw, zeroed": Stored(options=StepOptions(zero_gradients=True)),
     "master": Stored(**MIXED, master=F32),
     "split": Stored(**MIXED, master=I16),
+    "split24": Stored(**MIXED, master=torch.int8, stochastic=7),
     "split, 16 bits throughout": Stored(**MIXED, master=I16, first=BF16, second=BF16),
     "float16": Stored(param=F16, gradient=F16),
     "stochastic": Stored(**MIXED, first=BF16, second=BF16, stochastic=7),
