@@ -3,10 +3,10 @@ line by line.
 
     python -m benchmarks.memory [--tokens 8192] [--card 80]
 
-The figures of hdet are its own rules (`hdet.optim.state`), which a test compares with a state. Those
-of others are their sources: bitsandbytes 0.50 and torchao 0.18 keep two moments in codes of 8 bits
-and float32 scales of 256 elements; flashoptim (databricks/flashoptim, optimizers.py) float16 scales
-of 32, and 8 bits of correction.
+hdet's figures are those of its own rules, which a test compares with a state. Others' are in their
+sources: bitsandbytes 0.50 and torchao 0.18 keep two moments in codes of 8 bits with float32 scales
+of 256 elements; FlashOptim (github.com/databricks/flashoptim, flashoptim/optimizers.py) has float16
+scales of 32 elements, and 8 bits of correction.
 """
 
 from __future__ import annotations

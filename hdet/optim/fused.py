@@ -116,8 +116,9 @@ class FusedOptimizer(Optimizer):
             None: nothing, a step smaller than half the parameter's spacing is lost (see
             stochastic_rounding). "fp32": a float32 value, of which the parameter is the rounded
             copy. "split": the 16 bits that a bfloat16 parameter lacks to an exact float32 value;
-            the parameter is rounded to nearest, ties away from zero. float16 parameters get "fp32"
-            then.
+            the parameter is rounded to nearest, ties away from zero. "split24": the first 8 of
+            them, for a value of 24 bits, which a step rounds stochastically: to nearest, steps
+            below 2^-17 of a weight would be lost. float16 parameters get "fp32" with both.
         moment_dtype: how moments are stored, torch.float32 (None), torch.bfloat16 or "8bit". In
             bfloat16 a second moment is rounded stochastically: to nearest, an average with beta2 =
             0.999 would stand still. "8bit": codes in blocks of 256 elements with a scale each
@@ -148,12 +149,13 @@ class FusedOptimizer(Optimizer):
 
     State of a parameter, created in its first step with a gradient: `step` (0-d float32, on the
     parameter's device), the moments under torch's names, `master_param` (float32) or `remainder`
-    (int16; in `state_dict()` the same bits as bfloat16, which gloo and NCCL can gather), and with K
-    replicas `replica_params` and `replica_masters`, lists of K - 1 tensors. Each `step` counts for
-    its own parameter, also after a write to it; a parameter without a gradient does not count.
+    (int16; in `state_dict()` the same bits as bfloat16, which gloo and NCCL can gather; int8 of
+    "split24"), and with K replicas `replica_params` and `replica_masters`, lists of K - 1 tensors.
+    Each `step` counts for its own parameter, also after a write to it; a parameter without a
+    gradient does not count.
     States of torch's optimizer load here and ours there; moments and masters pass bitwise,
     whatever the parameter's dtype is. A state without masters gets them from the parameters, and
-    "fp32" and "split" load into each other exactly.
+    "fp32" and "split" load into each other exactly; for "split24" values are rounded to nearest.
 
     Moments in 8 bits: in `state` a moment is a uint8 tensor of codes, like the parameter, beside
     float32 scales under `<moment>_scale`. `state_dict()` has float32 values in their place, made
@@ -197,8 +199,8 @@ class FusedOptimizer(Optimizer):
     also when steps with others have come between. It also has the memory: capture again after a
     parameter, state or gradient has moved.
 
-    Costs, in bytes for each parameter. State: 4 per moment (2 in bfloat16, 1.016 in 8 bits), 4 or 2
-    for a master. Traffic of a float32 step: 8 per moment, 12 for parameter and gradient; with
+    Costs, in bytes for each parameter. State: 4 per moment (2 in bfloat16, 1.016 in 8 bits), 4, 2
+    or 1 for a master. Traffic of a float32 step: 8 per moment, 12 for parameter and gradient; with
     max_grad_norm 4 more, with zero_gradients 4 more, and 8 more for each further replica. A step
     with K replicas so moves 20 + 8 K bytes for AdamW, where K separate ones move 28 K. Other
     gradients than in the last step, also None here and there, cost one small copy, and other rates

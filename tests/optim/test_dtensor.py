@@ -164,6 +164,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
 }
 SAVED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "split": (BF16, {"master_weights": "split"}),
+    "24 bits": (BF16, {"master_weights": "split24"}),
     "8 bits": (torch.float32, {"moment_dtype": "8bit"}),
 }
 
