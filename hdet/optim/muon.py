@@ -265,7 +265,7 @@ class FusedMuon(FusedOptimizer):
                 "muon",
                 moments=("momentum_buffer",),
                 averages=self.ema,
-                stochastic=self.seed if self.stochastic_rounding else None,
+                stochastic=self.seed if self._draws_weights else None,
                 first_replica=self.first_replica,
             )
             plan = MatrixPlan(matrices, self._dtype_on(device), tensors, self.backend)
