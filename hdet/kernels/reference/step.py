@@ -120,6 +120,7 @@ class TorchStepPlan:
     def step(
         self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN
     ) -> None:
+        gradients = list(gradients)
         check_gradients(gradients, self.tensors.params[0])
         self._take_settings(settings, options)
         given = [g for g in gradients if g is not None]
