@@ -11,6 +11,7 @@ from torch import Tensor
 from hdet.kernels.checks import FLOATS
 from hdet.rules import Facts, Rule
 
+from .masters import MASTER_DTYPES
 from .moment_storage import EIGHT_BIT
 
 _OFF = ("amsgrad", "differentiable")
@@ -67,9 +68,9 @@ def check_storage(
     master_weights: object, moment_dtype: object, seed: object, decay_at: object
 ) -> None:
     """The arguments that say how the state is kept."""
-    if master_weights not in (None, "fp32", "split"):
+    if master_weights not in (choices := (None, *MASTER_DTYPES)):
         raise ValueError(
-            f'master_weights={master_weights!r} is unknown; choose None, "fp32" or "split"'
+            f"master_weights={master_weights!r} is unknown; choose {', '.join(map(repr, choices))}"
         )
     if moment_dtype not in (None, torch.float32, torch.bfloat16, EIGHT_BIT):
         raise ValueError(

@@ -275,7 +275,7 @@ class FusedMuon(FusedOptimizer):
                 "muon",
                 moments=("momentum_buffer",),
                 averages=self.ema,
-                stochastic=self.seed if self.stochastic_rounding else None,
+                stochastic=self.seed if self._draws_weights else None,
                 first_replica=self.first_replica,
             )
             readings = self._readings(matrices)

@@ -196,6 +196,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
 }
 SAVED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "split": (BF16, {"master_weights": "split"}),
+    "24 bits": (BF16, {"master_weights": "split24"}),
     "8 bits": (torch.float32, {"moment_dtype": "8bit"}),
 }
 
@@ -285,10 +286,12 @@ def states_pass_through_torchs_state_dict_functions(rank: int, world_size: int) 
         (flat, "fsdp", BF16, {"master_weights": "split"}),
         (FULL, "fsdp", BF16, {"master_weights": "split", "moment_dtype": BF16}),
         (FULL, "fsdp", torch.float32, {"moment_dtype": "8bit"}),
+        (flat, "fsdp", BF16, {"master_weights": "split24", "moment_dtype": "8bit"}),
+        (FULL, "fsdp", BF16, {"master_weights": "split24"}),
         (FULL, "fsdp", BF16, {"master_weights": "split", "ema": (0.5, 0.9)}),
         (flat, "fsdp", torch.float32, {"ema": 0.5}),
         *((form, "plain", BF16, {"master_weights": of}) for form in (StateDictOptions(), FULL)
-            for of in (None, "fp32", "split")),
+            for of in (None, "fp32", "split", "split24")),
     ]:  # fmt: skip
         (model, optimizer), (other, resumed) = (
             (model, FusedAdamW(model.parameters(), lr=1e-2, **options))
