@@ -10,10 +10,9 @@ sent twice, in the dtype of Newton-Schulz; there in float32 if that is float16.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from hdet.kernels.checks import check_step_tensors
 from hdet.kernels.interface import PLAIN, Column
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
+from hdet.tensors.strides import Order
 
 from .newton_schulz import Iteration, given_in, of_stacks, orthogonalise, stands, work
 from .readings import Reading, adjustment
@@ -93,35 +93,29 @@ def batches(matrices: Sequence[Member], readings: Readings) -> list[list[Member]
 
 def shapes_of(matrix: Member, readings: Readings) -> list[torch.Size]:
     """Of all of a parameter, not this rank's shard, in the order of its memory."""
-    given = strides.laid(torch.empty(matrix.param.shape, device="meta"), matrix.order)
-    return [view.shape for view in readings[matrix.place].matrices(given)]
+    return _shapes_of(matrix.param.shape, matrix.order, readings[matrix.place])
 
 
-def make_directions(
-    made: Sequence[Tensor],
-    given: Sequence[Tensor],
-    readings: Sequence[Reading],
-    row: Row,
-    backend: str,
+@functools.cache
+def _shapes_of(shape: torch.Size, order: Order | None, reading: Reading) -> list[torch.Size]:
+    given = strides.laid(torch.empty(shape, device="meta"), order)
+    return [view.shape for view in reading.matrices(given)]
+
+
+def orthogonalise_all(
+    tensors: Mapping[int, Tensor], readings: Readings, row: Row, backend: str
 ) -> None:
-    """Writes the direction of each tensor, times `adjustment`. They may share memory."""
-    pairs = [
-        (to, of, row.factor(of.shape, reading))
-        for x, y, reading in zip(made, given, readings, strict=True)
-        for to, of in zip(reading.matrices(x), reading.matrices(y), strict=True)
-    ]
-    alike: dict[tuple[int, ...], list[tuple[Tensor, Tensor, float]]] = {}
-    for pair in pairs:
-        alike.setdefault(tuple(sorted(pair[1].shape[-2:])), []).append(pair)
-    targets: list[Tensor] = []
-    found: list[Tensor] = []
+    """Puts the directions of parameters of one group, times `adjustment`, in their place."""
+    alike: dict[tuple[int, ...], list[tuple[Tensor, float]]] = {}
+    for place, tensor in tensors.items():
+        for view in readings[place].matrices(tensor):
+            factor = row.factor(view.shape, readings[place])
+            alike.setdefault(tuple(sorted(view.shape[-2:])), []).append((view, factor))
     for members in alike.values():
-        to, of, factors = map(list, zip(*members, strict=True))
-        directions = orthogonalise(of, row.how, backend)
+        views, factors = map(list, zip(*members, strict=True))
+        directions = orthogonalise(views, row.how, backend)
         torch._foreach_mul_(directions, factors)
-        targets += to
-        found += directions
-    torch._foreach_copy_(targets, found)
+        torch._foreach_copy_(views, directions)
 
 
 class Batch:
@@ -144,7 +138,7 @@ class Batch:
     ) -> None:
         """`room`: others may use it between two steps. `dtype`: of directions."""
         self.matrices = matrices
-        self.readings = [readings[matrix.place] for matrix in matrices]
+        self._readings = readings
         self.given = room[: sum(matrix.shape.numel() for matrix in matrices)]
         self.directions = room.view(dtype)[: len(self.given)]
         self.slots, self.ways = self._views(self.given), self._views(self.directions)
@@ -174,10 +168,11 @@ class Batch:
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     @functools.cached_property
-    def _stacks(self) -> list[tuple[Tensor, Tensor]]:
+    def _stacks(self) -> Sequence[tuple[Tensor, Tensor]]:
         """Of what is given and of directions, where all is here: those that lie, and those that
         stand. [] where a matrix has blocks of several shapes."""
-        views = [r.matrices(slot) for r, slot in zip(self.readings, self.slots, strict=True)]
+        pairs = zip(self.matrices, self.slots, strict=True)
+        views = [self._readings[matrix.place].matrices(slot) for matrix, slot in pairs]
         if max(map(len, views)) > 1:
             return []
         short, long = sorted(views[0][0].shape[-2:])
@@ -228,14 +223,16 @@ class Batch:
         if not present:
             return
         row = step.rows[self.matrices[0].group]
-        if len(present) < len(self.matrices) or not self._stacks:
-            made, given = ([line[i] for i in present] for line in (self.ways, self.slots))
-            make_directions(made, given, [self.readings[i] for i in present], row, backend)
+        if len(present) == len(self.matrices) and self._stacks:
+            given, directions = self._stacks
+            reading = self._readings[self.matrices[0].place]
+            made = of_stacks(*given, row.how, backend)
+            for kept, stack in zip(directions, made, strict=True):
+                torch.mul(stack, row.factor(stack.shape, reading), out=kept)
         else:
-            of_given, of_directions = self._stacks
-            stacks = of_stacks(*of_given, row.how, backend)
-            for kept, stack in zip(of_directions, stacks, strict=True):
-                torch.mul(stack, row.factor(stack.shape, self.readings[0]), out=kept)
+            slots = {self.matrices[i].place: self.slots[i] for i in present}
+            orthogonalise_all(slots, self._readings, row, backend)
+            self.directions.copy_(self.given.to(self.directions.dtype))  # which share memory
         self.follow(step)
 
     def gathered(self, step: MatrixStep, backend: str) -> None:
@@ -243,15 +240,14 @@ class Batch:
         present = self.average(step)
         if not present:
             return
-        params = [self.matrices[i].param for i in present]
+        params = {self.matrices[i].place: self.matrices[i].param for i in present}
         cut: list[Any] = [
-            shards.like(self.slots[i], param) for i, param in zip(present, params, strict=True)
+            shards.like(self.slots[i], param)
+            for i, param in zip(present, params.values(), strict=True)
         ]
-        full = [tensor.full_tensor() for tensor in cut]
-        made = [torch.empty_like(tensor, dtype=self.directions.dtype) for tensor in full]
-        readings, row = [self.readings[i] for i in present], step.rows[self.matrices[0].group]
-        make_directions(made, full, readings, row, backend)
-        parts = [shards.part_of(x, param) for x, param in zip(made, params, strict=True)]
+        full = {place: one.full_tensor() for place, one in zip(params, cut, strict=True)}
+        orthogonalise_all(full, self._readings, step.rows[self.matrices[0].group], backend)
+        parts = [shards.part_of(full[place], param) for place, param in params.items()]
         torch._foreach_copy_([self.ways[i] for i in present], parts)
         self.follow(step)
 
@@ -261,24 +257,15 @@ def _without_gradients(options: StepOptions) -> StepOptions:
     return StepOptions(found_inf=options.found_inf)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A matrix and how it is cut: into `sizes[rank]` rows or columns, along `dim`."""
+class _Piece(NamedTuple):
+    """A matrix and how it is cut along a dimension."""
 
     matrix: Member
     dim: int
-    sizes: list[int]
-
-    def shape(self, rank: int) -> list[int]:
-        shape = list(self.matrix.param.shape)
-        shape[self.dim] = self.sizes[rank]
-        return shape
-
-    def numel(self, rank: int) -> int:
-        return math.prod(self.shape(rank))
-
-    def part(self, full: Tensor, rank: int) -> Tensor:
-        return full.narrow(self.dim, [0, *accumulate(self.sizes)][rank], self.sizes[rank])
+    cuts: list[int]
+    """where the parts of all ranks but the first begin"""
+    shapes: list[torch.Size]
+    """of the parts"""
 
 
 def _shard_dim(param: Any, mesh_dim: int) -> int:
@@ -331,8 +318,9 @@ class _Exchange:
         dim = _shard_dim(matrix.param, mesh_dim)
         size = matrix.param.shape[dim]
         step = -(-size // self.ranks)  # as torch.chunk, and so Shard
-        cuts = [min(size, rank * step) for rank in range(self.ranks + 1)]
-        return _Piece(matrix, dim, [cuts[r + 1] - cuts[r] for r in range(self.ranks)])
+        cuts = [min(size, rank * step) for rank in range(1, self.ranks)]
+        parts = torch.empty(matrix.param.shape, device="meta").tensor_split(cuts, dim)
+        return _Piece(matrix, dim, cuts, [part.shape for part in parts])
 
     def _swap(self, sent: Tensor, send: list[int], receive: list[int]) -> tuple[Any, Tensor]:
         received = torch.empty(sum(receive), dtype=sent.dtype, device=self.device)
@@ -348,28 +336,26 @@ class _Exchange:
         if not batch.average(step):
             return
         mine, ranks = owned[self.rank], range(self.ranks)
-        here = [sum(piece.numel(self.rank) for piece in of_owner) for of_owner in owned]
-        there = [sum(piece.numel(rank) for piece in mine) for rank in ranks]
+        here = [sum(piece.shapes[self.rank].numel() for piece in its) for its in owned]
+        shapes = [[piece.shapes[rank] for piece in mine] for rank in ranks]
+        there = [sum(shape.numel() for shape in of_rank) for of_rank in shapes]
         waiting, received = self._swap(batch.given, here, there)
         yield
         waiting.wait()
-        found = iter(received.split([piece.numel(rank) for rank in ranks for piece in mine]))
-        by_rank = [[next(found).view(piece.shape(rank)) for piece in mine] for rank in ranks]
+        found = iter(received.split([shape.numel() for shape in chain(*shapes)]))
+        by_rank = [[next(found).view(shape) for shape in of_rank] for of_rank in shapes]
         parts_of = zip(mine, *by_rank, strict=True)
         whole = {p.matrix.place: torch.cat(parts, dim=p.dim) for p, *parts in parts_of}
-        made = {place: full.to(self.dtype) for place, full in whole.items()}
         present = [p.matrix for p in mine if p.matrix.place in step.gradients]
         for alike in batches(present, self._readings):
-            make_directions(
-                [made[m.place] for m in alike],
-                [whole[m.place] for m in alike],
-                [self._readings[m.place] for m in alike],
-                step.rows[alike[0].group],
-                backend,
+            row = step.rows[alike[0].group]
+            orthogonalise_all(
+                {m.place: whole[m.place] for m in alike}, self._readings, row, backend
             )
-        parts = [p.part(made[p.matrix.place], rank).flatten() for rank in ranks for p in mine]
-        nothing = torch.empty(0, dtype=self.dtype, device=self.device)
-        waiting, received = self._swap(torch.cat([nothing, *parts]), there, here)
+        cut = [whole[p.matrix.place].tensor_split(p.cuts, p.dim) for p in mine]
+        parts = [part.flatten() for of_rank in zip(*cut, strict=True) for part in of_rank]
+        made = torch.cat([received[:0], *parts]).to(self.dtype)
+        waiting, received = self._swap(made, there, here)
         yield
         waiting.wait()
         batch.directions.copy_(received)
