@@ -24,11 +24,9 @@ from hdet.kernels import StepOptions, StepSettings, StepTensors
 from hdet.kernels.checks import check_step_tensors
 from hdet.kernels.interface import PLAIN, Column
 from hdet.tensors import dtensor as shards
-from hdet.tensors import strides
-from hdet.tensors.strides import Order
 
 from .newton_schulz import Iteration, given_in, of_stacks, orthogonalise, stands, work
-from .readings import Reading, adjustment
+from .readings import Reading
 from .step_plans import Member
 
 _BATCH_ELEMENTS = 1 << 26
@@ -55,11 +53,6 @@ class Row(NamedTuple):
     how: Iteration
     adjust: str | None
 
-    def factor(self, shape: Sequence[int], reading: Reading) -> float:
-        """Of directions (..., m, n) in memory."""
-        rows, columns = shape[-2:][::-1] if reading.transposed else shape[-2:]
-        return adjustment(self.adjust, rows, columns)
-
 
 class MatrixStep(NamedTuple):
     """What one step brings. `rows`: by group. `gradients`: by place, of those that have one."""
@@ -74,9 +67,9 @@ def batches(matrices: Sequence[Member], readings: Readings) -> list[list[Member]
     stand."""
     alike: dict[Any, list[Member]] = {}
     for matrix in matrices:
-        sides = [tuple(sorted(shape[-2:])) for shape in shapes_of(matrix, readings)]
-        is_transposed = readings[matrix.place].transposed
-        alike.setdefault((matrix.group, is_transposed, *sides), []).append(matrix)
+        reading = readings[matrix.place]
+        sides = [tuple(sorted(shape[-2:])) for shape in reading.shapes]
+        alike.setdefault((matrix.group, reading.transposed, *sides), []).append(matrix)
     found: list[list[Member]] = []
     for members in alike.values():
         room = 0
@@ -87,29 +80,18 @@ def batches(matrices: Sequence[Member], readings: Readings) -> list[list[Member]
                 room = _BATCH_ELEMENTS
             found[-1].append(matrix)
             room -= elements
-    first_stands = lambda matrix: stands(shapes_of(matrix, readings)[0])
+    first_stands = lambda matrix: stands(readings[matrix.place].shapes[0])
     return [sorted(members, key=first_stands) for members in found]
-
-
-def shapes_of(matrix: Member, readings: Readings) -> list[torch.Size]:
-    """Of all of a parameter, not this rank's shard, in the order of its memory."""
-    return _shapes_of(matrix.param.shape, matrix.order, readings[matrix.place])
-
-
-@functools.cache
-def _shapes_of(shape: torch.Size, order: Order | None, reading: Reading) -> list[torch.Size]:
-    given = strides.laid(torch.empty(shape, device="meta"), order)
-    return [view.shape for view in reading.matrices(given)]
 
 
 def orthogonalise_all(
     tensors: Mapping[int, Tensor], readings: Readings, row: Row, backend: str
 ) -> None:
-    """Puts the directions of parameters of one group, times `adjustment`, in their place."""
+    """Puts the directions of parameters of one group, adjusted, in their place."""
     alike: dict[tuple[int, ...], list[tuple[Tensor, float]]] = {}
     for place, tensor in tensors.items():
         for view in readings[place].matrices(tensor):
-            factor = row.factor(view.shape, readings[place])
+            factor = readings[place].adjustment(row.adjust, view.shape)
             alike.setdefault(tuple(sorted(view.shape[-2:])), []).append((view, factor))
     for members in alike.values():
         views, factors = map(list, zip(*members, strict=True))
@@ -228,7 +210,7 @@ class Batch:
             reading = self._readings[self.matrices[0].place]
             made = of_stacks(*given, row.how, backend)
             for kept, stack in zip(directions, made, strict=True):
-                torch.mul(stack, row.factor(stack.shape, reading), out=kept)
+                torch.mul(stack, reading.adjustment(row.adjust, stack.shape), out=kept)
         else:
             slots = {self.matrices[i].place: self.slots[i] for i in present}
             orthogonalise_all(slots, self._readings, row, backend)
@@ -303,8 +285,8 @@ class _Exchange:
         # another where shards are offloaded
         self.device = own if own.type == mesh.device_type else torch.device(mesh.device_type)
         pieces = [self._piece(matrix, mesh_dim) for matrix in matrices]
-        shapes = [shapes_of(matrix, readings) for matrix in matrices]
-        owned = shares([sum(map(work, blocks)) for blocks in shapes], self.ranks)
+        work_of = [sum(map(work, readings[matrix.place].shapes)) for matrix in matrices]
+        owned = shares(work_of, self.ranks)
         count = min(_ROUNDS, max(map(len, owned)))
         self.rounds = [
             [

@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hdet.tensors import dtensor as shards
+from hdet.tensors import strides
 from hdet.tensors.strides import Order
 
 HIGHER_DIMS = (None, "stack", "flatten")
@@ -25,6 +27,8 @@ class Reading(NamedTuple):
     """that is cut"""
     transposed: bool = False
     """Are rows columns in memory?"""
+    shapes: tuple[torch.Size, ...] = ()
+    """of all its `matrices`, where it is cut over a mesh as well"""
 
     def matrices(self, tensor: Tensor) -> list[Tensor]:
         """Views (..., m, n) of all of it. Blocks of equally many rows are one view."""
@@ -39,23 +43,25 @@ class Reading(NamedTuple):
     def laid(self, param: Tensor, order: Order | None, place: int) -> Reading:
         """The same in memory's order. Raises ValueError where no view is a matrix, or a transposed
         one is cut over a mesh."""
-        is_cut = shards.is_sharded(param)
-        if order is None or (self.flat and order[0] == 0 and not is_cut):
-            return self
-        if self.flat or is_cut or order[:-2] != tuple(range(len(order) - 2)):
-            raise ValueError(
-                f"parameter {place} of shape {tuple(param.shape)} is not contiguous (strides "
-                f"{param.stride()}): use .contiguous()"
-            )
-        return self._replace(dim=-3 - self.dim, transposed=True)
+        is_cut, made = shards.is_sharded(param), self
+        if order is not None and (is_cut or not self.flat or order[0] != 0):
+            if is_cut or self.flat or order[:-2] != tuple(range(len(order) - 2)):
+                raise ValueError(
+                    f"parameter {place} of shape {tuple(param.shape)} is not contiguous (strides "
+                    f"{param.stride()}): use .contiguous()"
+                )
+            made = self._replace(dim=-3 - self.dim, transposed=True)
+        whole = strides.laid(torch.empty(param.shape, device="meta"), order)
+        return made._replace(shapes=tuple(view.shape for view in made.matrices(whole)))
 
-
-def adjustment(adjust: str | None, rows: int, columns: int) -> float:
-    """What the rate of an (m, n) matrix is multiplied by. torch.optim.Muon's `adjust_lr_fn`."""
-    # Liu et al. 2025, Eq. 4: an orthogonal matrix has the root mean square 1 / sqrt(max(m, n))
-    if adjust == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns, 1))
-    return math.sqrt(max(1.0, rows / max(1, columns)))
+    def adjustment(self, adjust: str | None, shape: Sequence[int]) -> float:
+        """What the rate of a matrix (..., m, n) in memory is multiplied by. torch.optim.Muon's
+        `adjust_lr_fn`."""
+        rows, columns = shape[-2:][::-1] if self.transposed else shape[-2:]
+        # Liu et al. 2025, Eq. 4: an orthogonal matrix has the root mean square 1 / sqrt(max(m, n))
+        if adjust == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns, 1))
+        return math.sqrt(max(1.0, rows / max(1, columns)))
 
 
 def readings_of(group: Mapping[str, Any], what: str) -> list[Reading]:
