@@ -120,7 +120,7 @@ class Batch:
     ) -> None:
         """`room`: others may use it between two steps. `dtype`: of directions."""
         self.matrices = matrices
-        self._readings = readings
+        self.readings = readings
         self.given = room[: sum(matrix.shape.numel() for matrix in matrices)]
         self.directions = room.view(dtype)[: len(self.given)]
         self.slots, self.ways = self._views(self.given), self._views(self.directions)
@@ -154,7 +154,7 @@ class Batch:
         """Of what is given and of directions, where all is here: those that lie, and those that
         stand. [] where a matrix has blocks of several shapes."""
         pairs = zip(self.matrices, self.slots, strict=True)
-        views = [self._readings[matrix.place].matrices(slot) for matrix, slot in pairs]
+        views = [self.readings[matrix.place].matrices(slot) for matrix, slot in pairs]
         if max(map(len, views)) > 1:
             return []
         short, long = sorted(views[0][0].shape[-2:])
@@ -182,7 +182,7 @@ class Batch:
     def upload(self, rows: Mapping[int, Row], options: StepOptions) -> None:
         self._take(rows)
         self._average.upload(self._averaging, options)
-        self._follow.upload(self._following, _without_gradients(options))
+        self._follow.upload(self._following, StepOptions(found_inf=options.found_inf))
 
     def average(self, step: MatrixStep) -> list[int]:
         """Moves the momentum and fills `given`. Returns the numbers of the matrices that have a
@@ -197,7 +197,7 @@ class Batch:
         """All replicas take one step along `directions`."""
         pairs = zip(self.matrices, self.ways, strict=True)
         given = [way if matrix.place in step.gradients else None for matrix, way in pairs]
-        self._follow.step(given, self._following, _without_gradients(step.options))
+        self._follow.step(given, self._following, StepOptions(found_inf=step.options.found_inf))
 
     def whole(self, step: MatrixStep, backend: str) -> None:
         """A step of matrices that this rank has all of."""
@@ -207,13 +207,13 @@ class Batch:
         row = step.rows[self.matrices[0].group]
         if len(present) == len(self.matrices) and self._stacks:
             given, directions = self._stacks
-            reading = self._readings[self.matrices[0].place]
+            reading = self.readings[self.matrices[0].place]
             made = of_stacks(*given, row.how, backend)
             for kept, stack in zip(directions, made, strict=True):
                 torch.mul(stack, reading.adjustment(row.adjust, stack.shape), out=kept)
         else:
             slots = {self.matrices[i].place: self.slots[i] for i in present}
-            orthogonalise_all(slots, self._readings, row, backend)
+            orthogonalise_all(slots, self.readings, row, backend)
             self.directions.copy_(self.given.to(self.directions.dtype))  # which share memory
         self.follow(step)
 
@@ -228,15 +228,10 @@ class Batch:
             for i, param in zip(present, params.values(), strict=True)
         ]
         full = {place: one.full_tensor() for place, one in zip(params, cut, strict=True)}
-        orthogonalise_all(full, self._readings, step.rows[self.matrices[0].group], backend)
+        orthogonalise_all(full, self.readings, step.rows[self.matrices[0].group], backend)
         parts = [shards.part_of(full[place], param) for place, param in params.items()]
         torch._foreach_copy_([self.ways[i] for i in present], parts)
         self.follow(step)
-
-
-def _without_gradients(options: StepOptions) -> StepOptions:
-    """Of a step along directions."""
-    return StepOptions(found_inf=options.found_inf)
 
 
 class _Piece(NamedTuple):
@@ -271,15 +266,9 @@ class _Exchange:
     owner."""
 
     def __init__(
-        self,
-        matrices: Sequence[Member],
-        readings: Readings,
-        mesh: Any,
-        mesh_dim: int,
-        dtype: torch.dtype,
+        self, matrices: Sequence[Member], readings: Readings, mesh: Any, mesh_dim: int
     ) -> None:
-        self._readings = readings
-        self.group, self.dtype = mesh.get_group(mesh_dim), dtype
+        self.group = mesh.get_group(mesh_dim)
         self.rank, self.ranks = mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)
         own = matrices[0].sets[0].device
         # another where shards are offloaded
@@ -329,14 +318,14 @@ class _Exchange:
         parts_of = zip(mine, *by_rank, strict=True)
         whole = {p.matrix.place: torch.cat(parts, dim=p.dim) for p, *parts in parts_of}
         present = [p.matrix for p in mine if p.matrix.place in step.gradients]
-        for alike in batches(present, self._readings):
+        for alike in batches(present, batch.readings):
             row = step.rows[alike[0].group]
             orthogonalise_all(
-                {m.place: whole[m.place] for m in alike}, self._readings, row, backend
+                {m.place: whole[m.place] for m in alike}, batch.readings, row, backend
             )
         cut = [whole[p.matrix.place].tensor_split(p.cuts, p.dim) for p in mine]
         parts = [part.flatten() for of_rank in zip(*cut, strict=True) for part in of_rank]
-        made = torch.cat([received[:0], *parts]).to(self.dtype)
+        made = torch.cat([received[:0], *parts]).to(batch.directions.dtype)
         waiting, received = self._swap(made, there, here)
         yield
         waiting.wait()
@@ -381,7 +370,7 @@ class MatrixPlan:
             else:
                 several.append(matrix)
         alone, gathered = batches(whole, readings), batches(several, readings)
-        exchanges = [_Exchange(members, readings, *cut, dtype) for cut, members in along.items()]
+        exchanges = [_Exchange(members, readings, *cut) for cut, members in along.items()]
         rounds = [(exchange, owned) for exchange in exchanges for owned in exchange.rounds]
         exchanged = [[piece.matrix for piece in chain(*owned)] for _, owned in rounds]
         together = [*alone, *gathered, *exchanged]
