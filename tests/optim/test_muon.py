@@ -204,6 +204,17 @@ def test_float16_is_several_times_nearer_than_bfloat16(
         assert off[torch.float16] < (5e-3 if in_pairs else 2.5e-3)
 
 
+@pytest.mark.parametrize(
+    ("device", "has_amx", "dtype"),
+    [("cuda", False, torch.float16), ("cpu", True, BF16), ("cpu", False, torch.float32)],
+)
+def test_the_fastest_type_that_is_as_near_as_torchs(
+    device: str, has_amx: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    assert newton_schulz.fastest_dtype.__wrapped__(device) == dtype
+
+
 def test_float16_keeps_digits_of_small_numbers() -> None:
     """Elements of 7e-6, as at norm 1 those of a matrix of 10^10 elements would be."""
     torch.manual_seed(0)
