@@ -117,10 +117,12 @@ class Batch:
         dtype: torch.dtype,
         tensors: MakeTensors,
         backend: str,
+        gathers: bool = False,
     ) -> None:
-        """`room`: others may use it between two steps. `dtype`: of directions."""
+        """`room`: others may use it between two steps. `dtype`: of directions. `gathers`: are they
+        cut over several dimensions of a mesh, of which each rank gathers all?"""
         self.matrices = matrices
-        self.readings = readings
+        self.readings, self._gathers = readings, gathers
         self.given = room[: sum(matrix.shape.numel() for matrix in matrices)]
         self.directions = room.view(dtype)[: len(self.given)]
         self.slots, self.ways = self._views(self.given), self._views(self.directions)
@@ -151,8 +153,10 @@ class Batch:
 
     @functools.cached_property
     def _stacks(self) -> Sequence[tuple[Tensor, Tensor]]:
-        """Of what is given and of directions, where all is here: those that lie, and those that
-        stand. [] where a matrix has blocks of several shapes."""
+        """Of what is given and of directions: those that lie, and those that stand. [] where not
+        all is here, or a matrix has blocks of several shapes."""
+        if self._gathers:
+            return []
         pairs = zip(self.matrices, self.slots, strict=True)
         views = [self.readings[matrix.place].matrices(slot) for matrix, slot in pairs]
         if max(map(len, views)) > 1:
@@ -199,8 +203,8 @@ class Batch:
         given = [way if matrix.place in step.gradients else None for matrix, way in pairs]
         self._follow.step(given, self._following, StepOptions(found_inf=step.options.found_inf))
 
-    def whole(self, step: MatrixStep, backend: str) -> None:
-        """A step of matrices that this rank has all of."""
+    def step(self, step: MatrixStep, backend: str) -> None:
+        """A step of matrices that this rank has all of, or that each rank gathers."""
         present = self.average(step)
         if not present:
             return
@@ -212,25 +216,20 @@ class Batch:
             for kept, stack in zip(directions, made, strict=True):
                 torch.mul(stack, reading.adjustment(row.adjust, stack.shape), out=kept)
         else:
-            slots = {self.matrices[i].place: self.slots[i] for i in present}
-            orthogonalise_all(slots, self.readings, row, backend)
+            slots = [self.slots[i] for i in present]
+            members = [self.matrices[i] for i in present]
+            whole: list[Any] = slots
+            if self._gathers:
+                cut: list[Any] = [
+                    shards.like(slot, m.param) for slot, m in zip(slots, members, strict=True)
+                ]
+                whole = [tensor.full_tensor() for tensor in cut]
+            by_place = {m.place: tensor for m, tensor in zip(members, whole, strict=True)}
+            orthogonalise_all(by_place, self.readings, row, backend)
+            if self._gathers:
+                pairs = zip(whole, members, strict=True)
+                torch._foreach_copy_(slots, [shards.part_of(x, m.param) for x, m in pairs])
             self.directions.copy_(self.given.to(self.directions.dtype))  # which share memory
-        self.follow(step)
-
-    def gathered(self, step: MatrixStep, backend: str) -> None:
-        """Cut over several dimensions of a mesh: each rank gathers all and keeps its part."""
-        present = self.average(step)
-        if not present:
-            return
-        params = {self.matrices[i].place: self.matrices[i].param for i in present}
-        cut: list[Any] = [
-            shards.like(self.slots[i], param)
-            for i, param in zip(present, params.values(), strict=True)
-        ]
-        full = {place: one.full_tensor() for place, one in zip(params, cut, strict=True)}
-        orthogonalise_all(full, self.readings, step.rows[self.matrices[0].group], backend)
-        parts = [shards.part_of(full[place], param) for place, param in params.items()]
-        torch._foreach_copy_([self.ways[i] for i in present], parts)
         self.follow(step)
 
 
@@ -381,15 +380,15 @@ class MatrixPlan:
             for _ in range(3 if rounds else 1)
         ]
 
-        def batch(members: Sequence[Member], t: int = 0) -> Batch:
-            return Batch(members, readings, rooms[t % len(rooms)], dtype, tensors, backend)
+        def batch(members: Sequence[Member], t: int = 0, gathers: bool = False) -> Batch:
+            return Batch(members, readings, rooms[t % len(rooms)], dtype, tensors, backend, gathers)
 
-        self._whole, self._gathered = list(map(batch, alone)), list(map(batch, gathered))
+        self._alone = [*map(batch, alone), *(batch(members, 0, True) for members in gathered)]
         self._rounds = [
             (exchange, owned, batch(members, t))
             for t, ((exchange, owned), members) in enumerate(zip(rounds, exchanged, strict=True))
         ]
-        self._all = [*self._whole, *self._gathered, *(one for _, _, one in self._rounds)]
+        self._all = [*self._alone, *(one for _, _, one in self._rounds)]
         self.norm = self.skipped = self._all[0].skipped
 
     def step(self, gradients: Column, settings: Any, options: StepOptions = PLAIN) -> None:
@@ -397,8 +396,8 @@ class MatrixPlan:
         pairs = zip(self.matrices, gradients, strict=True)
         found = {matrix.place: gradient for matrix, gradient in pairs if gradient is not None}
         step = MatrixStep(settings, found, options)
-        for batch in self._whole:
-            batch.whole(step, self._backend)
+        for batch in self._alone:
+            batch.step(step, self._backend)
         turns = [
             exchange.run(owned, batch, step, self._backend)
             for exchange, owned, batch in self._rounds
@@ -407,8 +406,6 @@ class MatrixPlan:
             # the next round is on its way while this one is computed
             for turn in turns[max(0, t - 2) : t + 1][::-1]:
                 next(turn, None)
-        for batch in self._gathered:
-            batch.gathered(step, self._backend)
 
     def gradient_norms(self) -> Tensor:
         raise NotImplementedError  # of these a ShardedClip takes them

@@ -13,6 +13,8 @@ from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 from hdet.tensors.strides import Order
 
+from .split_params import name_and_param
+
 HIGHER_DIMS = (None, "stack", "flatten")
 
 
@@ -72,26 +74,16 @@ def readings_of(group: Mapping[str, Any], what: str) -> list[Reading]:
             f'higher_dims={higher!r} of {what} is unknown; choose "stack", "flatten" or None'
         )
     entries: Sequence[Any] = [given] if isinstance(given, Tensor) else list(given or ())
-    params = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
-    said = group.get("param_names", [e[0] if isinstance(e, tuple) else None for e in entries])
-    if isinstance(splits, Mapping) and None in said:
-        raise ValueError(
-            f"splits of {what} names parameters, and these have no names: give (name, parameter) "
-            "pairs, or the sizes alone, which are those of all of its matrices"
-        )
-    sizes_of = [_sizes_of(name, splits) for name in said]
-    places = [f"{name or f'parameter {i}'} of {what}" for i, name in enumerate(said)]
-    return [
-        _read(param.shape, higher, sizes, place)
-        for param, sizes, place in zip(params, sizes_of, places, strict=True)
-        if isinstance(param, Tensor)  # torch refuses others
-    ]
-
-
-def _sizes_of(name: str, splits: Any) -> Any:
-    if not isinstance(splits, Mapping):
-        return splits or ()
-    return next((sizes for key, sizes in splits.items() if _names(key, name)), ())
+    said = group.get("param_names", [""] * len(entries))
+    made = []
+    for i, (entry, name) in enumerate(zip(entries, said, strict=True)):
+        given_name, param = name_and_param(entry, f"parameter {i} of {what}")
+        name = name or given_name
+        sizes = splits
+        if isinstance(splits, Mapping):
+            sizes = next((splits[key] for key in splits if _names(key, name)), ())
+        made.append(_read(param.shape, higher, sizes, f"{name or f'parameter {i}'} of {what}"))
+    return made
 
 
 def _names(key: str, name: str) -> bool:
@@ -107,8 +99,8 @@ def check_names(groups: Iterable[Mapping[str, Any]]) -> None:
     for key in dict.fromkeys(key for said in splits for key in said):
         if not any(_names(key, name) for name in names):
             raise ValueError(
-                f"splits names {key!r}, which is no matrix of Muon's and no end of one's name; "
-                f"these are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+                f"splits names {key!r}, which is no matrix of Muon's and no end of one's name: it "
+                f"has {', '.join(names[:8]) or 'none with a name'}{', ...' if names[8:] else ''}"
             )
 
 
