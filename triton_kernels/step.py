@@ -16,8 +16,10 @@ from .numbers import (
     CODES,
     F32,
     NONE,
+    SPLIT24,
     bits_of,
     from_bf16,
+    half_of_24,
     load,
     load_parameter,
     pointer,
@@ -25,6 +27,7 @@ from .numbers import (
     rounding_bits,
     store,
     store_parameter,
+    to_24,
     to_bf16_stochastic,
 )
 from .rules import HYPER_ROW, SCALARS, direction, terms
@@ -57,6 +60,12 @@ class StepVariant:
     @property
     def coded(self) -> bool:
         return self.moments[0] == CODES.value
+
+    @property
+    def draws_params(self) -> bool:
+        """Are parameters rounded stochastically?"""
+        masters = (NONE.value, SPLIT24.value)
+        return self.stochastic and self.param == BF16.value and self.master in masters
 
     @property
     def rounds_moments(self) -> bool:
@@ -182,7 +191,7 @@ def new_direction(
     gradient, moments = loaded
     made = direction(row, gradient * row.gradient_scale, param, moments, RULE)
     bits = tl.zeros((BLOCK,), tl.uint32)
-    if V.rounds_moments or (V.stochastic and V.first and V.param == BF16):
+    if V.rounds_moments or (V.first and V.draws_params):
         bits = rounding_bits(
             place.seed, row.step, place.first_replica * 0, place.id, place.offset + start, BLOCK
         )
@@ -207,11 +216,13 @@ def store_own(
     BLOCK: tl.constexpr,
 ):
     """A replica keeps its own new parameter. Returns it as it is stored."""
-    if V.stochastic and V.param == BF16 and V.master == NONE:
-        if k > 0 or not V.first:
-            bits = rounding_bits(
-                place.seed, row.step, place.first_replica + k, place.id, place.offset + start, BLOCK
-            )
+    if V.draws_params and (k > 0 or not V.first):
+        bits = rounding_bits(
+            place.seed, row.step, place.first_replica + k, place.id, place.offset + start, BLOCK
+        )
+    if V.master == SPLIT24:
+        x = to_24(x, (bits & 0xFF) if V.draws_params else half_of_24(x))
+    if V.draws_params and V.master == NONE:
         kept = to_bf16_stochastic(x, bits & 0xFFFF)
         tl.store(param + offsets, kept, mask=live)
         x = from_bf16(kept)

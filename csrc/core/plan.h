@@ -122,6 +122,9 @@ struct AveragePlan {
 // Formats::gradient is the type of the source, Formats::param and Formats::master are those of the
 // destination. From a set that has masters one copies those; to a set that has masters both are
 // written.
+HDET_HD constexpr Master source_master(const Formats& f) {  // split forms: others are the source
+  return static_cast<Master>(f.moments[0]);
+}
 struct CopyPlan {
   const Chunk* chunks;
   int64_t num_chunks;

@@ -84,9 +84,6 @@ struct Work {
     return {formats.moments[j], is_signed, moment(j), hdet::scales_of(plan, chunk.tensor, j),
             coded ? plan.codebooks + (is_signed ? 0 : 1) : nullptr};
   }
-  bool random_params() const {
-    return formats.stochastic && formats.param == DType::bf16 && formats.master == Master::none;
-  }
   void random(uint32_t replica, int64_t element, int length, int shift, uint16_t* out) const {
     random_bits(plan, row.step, replica, plan.ids[chunk.tensor], element, length, shift, out);
   }

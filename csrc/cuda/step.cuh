@@ -404,7 +404,7 @@ struct Update {
   }
 
   HDET_DEVICE bool rounds_stochastically() const {
-    return formats.stochastic && formats.master == Master::none && formats.param == DType::bf16;
+    return draws_params(formats.stochastic, formats.param, formats.master);
   }
 
   // Averages over time take in what replica k has become.
@@ -425,18 +425,24 @@ struct Update {
     }
   }
 
+  // Leaves in `p` what split24 stores.
   template <int kWidth>
-  HDET_DEVICE void keep(const Replica& r, int k, const Place& at, const float (&p)[kWidth],
+  HDET_DEVICE void keep(const Replica& r, int k, const Place& at, float (&p)[kWidth],
                         uint32_t (&bits)[kWidth]) const {
     if (kMayDraw && rounds_stochastically()) {
       const int number = plan.first_replica + k;
       const bool drawn = !kMany && number == 0 &&
                          draws_any();  // one draw serves the second moment and the parameter
       if (!drawn) random(static_cast<uint32_t>(number), at, bits);
-      store_halves<kWidth>(r.param, at, [&](int i) { return to_bf16(p[i], bits[i] & 0xffffu); });
+      if (formats.master == Master::none)
+        return store_halves<kWidth>(r.param, at,
+                                    [&](int i) { return to_bf16(p[i], bits[i] & 0xffffu); });
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) p[i] = to_24(p[i], bits[i] & 0xffu);
     } else {
-      param(r).store(at, p);
+      param(r).round(p);
     }
+    param(r).store(at, p);
   }
 };
 

@@ -30,24 +30,25 @@ CONTROL_BYTES, ROW_BYTES, REPLICA_ROW_BYTES, EMA_ROW_BYTES = 16, 4 * (2 + SCALAR
 
 
 class NoReader:
-    """In the place of csrc/gradients.h where there is no native module: each step checks all
+    """In the place of csrc/tensors.h where there is no native module: each step checks all
     gradients in full."""
 
     EMPTY = 64
     """where an empty gradient lies, which is there and which nobody reads"""
     UNUSUAL = -1
 
-    def read(self, gradients: list[Tensor | None]) -> int:
+    def read(self, gradients: Column) -> int:
         return self.UNUSUAL
 
     def forget(self) -> None:
         """There is nothing that it knows."""
 
 
-def _reader(params: Sequence[Tensor]) -> Any:
+def gradient_reader(params: Sequence[Tensor]) -> Any:
+    """Looks at their gradients in each step: the native module's, or NoReader."""
     if native.torch_interface is None:
         return NoReader()
-    return native._C.Gradients(Tensor, native.torch_interface, list(params))
+    return native._C.GradientReader(native.torch_interface, list(params))
 
 
 class TableStepPlan:
@@ -60,7 +61,7 @@ class TableStepPlan:
         t = self.tensors = tensors  # keeps alive what the tables point to
         self.memory, self.count = memory, len(t.params[0])
         self.elements = [param.numel() for param in t.params[0]]
-        self.reader = _reader(t.params[0])
+        self.reader = gradient_reader(t.params[0])
         self.gradient_types = [DTYPES[p.dtype] for p in t.params[0]]  # as gradients mostly are
         self._apart = False  # are gradients known to be?
         self._retyped = False  # the chunks' formats have changed, and the device does not know it
@@ -176,7 +177,7 @@ class TableStepPlan:
 
         Raises for gradients that cannot be used.
         """
-        changes = self.reader.read(gradients if isinstance(gradients, list) else list(gradients))
+        changes = self.reader.read(gradients)
         if changes == 0:
             return
         self._apart = False
@@ -187,12 +188,9 @@ class TableStepPlan:
             raise
 
     def _write_gradients(self, gradients: Column, changes: int) -> None:
-        # not a plain tensor, no native module, or a torch of another interface: usable?
+        # not plain, no native module, or a torch that it does not know: usable?
         unusual = changes == self.reader.UNUSUAL
         retyped = unusual or changes & self.reader.RETYPED != 0  # the first ones, mostly
-        if retyped and not unusual:
-            # to ask in each step would take too long, and DLPack does not tell
-            unusual = any(g is not None and g.is_neg() for g in gradients)
         if unusual:
             check_gradients(gradients, self.tensors.params[0])
             addresses = [

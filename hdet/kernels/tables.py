@@ -21,8 +21,8 @@ from .interface import Column, StepOptions, StepTensors
 from .numbers import CODES
 
 DTYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, CODES: 4}
-MASTERS = {None: 0, torch.float32: 1, torch.int16: 2}
-"""in the order of csrc/core/numbers.h: DType, Master"""
+DTYPES |= {torch.int16: 2, torch.int8: 4}
+"""of csrc/core/numbers.h: DType, and Master"""
 FORMAT_PLACES = (0, 1, 2, *range(4, 4 + MAX_MOMENTS))
 """of gradient, parameter, master and moments in Chunk::formats, in four bits"""
 CHUNK_ELEMENTS, LEAST_CHUNK_ELEMENTS = 16384, 2048
@@ -34,9 +34,8 @@ def formats(count: int, *columns: Column | None, stochastic: bool = False) -> li
     moments are stored."""
     packed = [int(stochastic) << 12] * count
     for place, column in zip(FORMAT_PLACES, columns, strict=False):
-        codes = MASTERS if place == 2 else DTYPES
         for i, tensor in enumerate(column or ()):
-            packed[i] |= codes[None if tensor is None else tensor.dtype] << 4 * place
+            packed[i] |= DTYPES[None if tensor is None else tensor.dtype] << 4 * place
     return packed
 
 

@@ -21,6 +21,7 @@ from . import moment_storage as stored
 from .masters import (
     BESIDE_KEYS,
     EMA_KEYS,
+    MASTER_DTYPES,
     MASTER_KEYS,
     REPLICA_KEYS,
     kept_beside,
@@ -58,9 +59,12 @@ class Layout:
         """The state's name for this parameter's master, or None: a float32 parameter is its own."""
         if self.master_weights is None or param.dtype == torch.float32:
             return None
+        return "remainder" if self.master_dtype(param) in numbers.LOWER else "master_param"
+
+    def master_dtype(self, param: Tensor) -> torch.dtype:
         # a float16 parameter cannot be half of a float32 number
-        halves = self.master_weights == "split" and param.dtype == torch.bfloat16
-        return "remainder" if halves else "master_param"
+        is_half = param.dtype == torch.bfloat16
+        return MASTER_DTYPES[self.master_weights] if is_half else torch.float32
 
     def missing(
         self, state: Mapping[str, Any], sets: Sequence[Tensor], moments: bool
@@ -119,7 +123,7 @@ class Layout:
             for param, master in zip(sets, kept, strict=False):
                 regain(param, master)
         else:
-            dtype = torch.int16 if key == "remainder" else torch.float32
+            dtype = self.master_dtype(sets[0])
             fit = [_fits(m, p, dtype) for m, p in zip(kept, sets, strict=False)]
             if state.get(key) is not None and fit == [True] * len(sets):
                 return {}
@@ -147,12 +151,13 @@ class Layout:
         halves = values.get("remainder")
         if getattr(halves, "dtype", None) == torch.bfloat16:
             values = _with_halves(values, torch.int16)
+        lower = torch.int8 if getattr(halves, "dtype", None) == torch.int8 else torch.int16
         dtypes = {
             **{key: torch.float32 if d == CODES else d for key, d in moments.items()},
             "master_param": torch.float32,
-            "remainder": torch.int16,
+            "remainder": lower,
             "replica_params": param.dtype,
-            "replica_masters": torch.float32 if halves is None else torch.int16,
+            "replica_masters": torch.float32 if halves is None else lower,
             **{f"replica_{key}": torch.float32 for key in BESIDE_KEYS},
             **dict.fromkeys(EMA_KEYS, torch.float32),
         }
@@ -198,9 +203,9 @@ class Layout:
     def saved(self, state: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
         """The state as it is handed out. Loading it gives the same bits.
 
-        Codes are float32 values, as long as what is returned lives. Lower halves of masters are
+        Codes are float32 values, as long as what is returned lives. Lower halves of 16 bits are
         seen as bfloat16: neither gloo nor NCCL knows int16, and both move bits as they are."""
-        if state.get("remainder") is not None:
+        if getattr(state.get("remainder"), "dtype", None) == torch.int16:
             state = _with_halves(state, torch.bfloat16)
         coded = [name for name in self.rule.moments if stored.scale_key(name) in state]
         if not coded:

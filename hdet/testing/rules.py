@@ -29,6 +29,7 @@ STORED: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"dtype": BF16},
     "float32 masters": {"dtype": BF16, "master_weights": "fp32"},
+    "24 bits, 8 bits": {"dtype": BF16, "master_weights": "split24", "moment_dtype": "8bit"},
     "split masters": {"dtype": BF16, "master_weights": "split"},
     "bfloat16 moments": {"moment_dtype": BF16},
     "8 bits": {"moment_dtype": "8bit"},

@@ -303,12 +303,18 @@ def scaled(x: Bounded, weight: float) -> Bounded:
     return Bounded(weight * x.value, weight * (x.error + EPSILON * x.value.abs()))
 
 
-_MANTISSA = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
+# int8: the numbers of 24 bits that it completes
+_MANTISSA = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10, torch.int8: 15}
 _LOWEST = {
     torch.float32: -149,
     torch.bfloat16: -133,
     torch.float16: -24,
+    torch.int8: -141,
 }  # exponent of the smallest subnormal number
+
+
+def largest(dtype: torch.dtype) -> float:
+    return (2 - 2.0**-15) * 2.0**127 if dtype == torch.int8 else torch.finfo(dtype).max
 
 
 def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -317,15 +323,19 @@ def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
     return 2.0 ** torch.clamp(exponent - _MANTISSA[dtype], min=_LOWEST[dtype])
 
 
-def assert_stored(stored: Tensor, exact: Bounded, name: str, stochastic: bool = False) -> None:
-    """`stored` is the exact value rounded to stored.dtype: to nearest, or stochastically to one
-    of its two neighbours. Infinities and NaN are met exactly."""
-    found = stored.cpu().double()
-    value = _in_range(
-        exact.value, torch.finfo(stored.dtype).max * (1 + 2.0 ** -(2 + _MANTISSA[stored.dtype]))
-    )
+def assert_stored(
+    stored: Tensor,
+    exact: Bounded,
+    name: str,
+    stochastic: bool = False,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """`stored` is the exact value rounded to a dtype, its own by default: to nearest, or
+    stochastically to one of its two neighbours. Infinities and NaN are met exactly."""
+    found, dtype = stored.cpu().double(), dtype or stored.dtype
+    value = _in_range(exact.value, largest(dtype) * (1 + 2.0 ** -(2 + _MANTISSA[dtype])))
     distance = (found - value).abs()
-    allowed = (1.0 if stochastic else 0.5) * spacing(value, stored.dtype) + exact.error
+    allowed = (1.0 if stochastic else 0.5) * spacing(value, dtype) + exact.error
     near = value.isfinite() & found.isfinite() & (distance <= allowed)
     wrong = ~(near | (found == value) | (found.isnan() & value.isnan()))
     if wrong.any():
@@ -338,9 +348,10 @@ def assert_stored(stored: Tensor, exact: Bounded, name: str, stochastic: bool = 
 
 
 def join(upper: Tensor, lower: Tensor) -> Tensor:
-    """The float32 whose bits are bfloat16 `upper` followed by int16 `lower`, where the lower half
-    counts as a signed number."""
-    bits = (upper.cpu().view(torch.int16).int() << 16) + lower.cpu().int()
+    """The float32 whose bits are bfloat16 `upper` followed by `lower`, int16 or int8 and zeros,
+    where the lower half counts as a signed number."""
+    unit = 256 if lower.dtype == torch.int8 else 1
+    bits = (upper.cpu().view(torch.int16).int() << 16) + lower.cpu().int() * unit
     return bits.view(torch.float32)
 
 

@@ -217,13 +217,28 @@ MUON_SETTINGS: list[dict[str, Any]] = [
     {"ns_coefficients": hdet.optim.POLAR_EXPRESS},
     {"maximize": True, "eps": 3.0},
 ]
+
+
+class MuonInFloat32(hdet.optim.FusedMuon):
+    """On any processor."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **{"ns_dtype": torch.float32, **options})
+
+
 MUON = Rule(
     "muon",
-    hdet.optim.FusedMuon,
+    MuonInFloat32,
     Optimizer,
     [
         {"use_muon": True, "weight_decay": 0.1},
-        {"use_muon": True, "stacked": True, "momentum": 0.8, "nesterov": False, "maximize": True},
+        {
+            "use_muon": True,
+            "higher_dims": "stack",
+            "momentum": 0.8,
+            "nesterov": False,
+            "maximize": True,
+        },
         {"use_muon": False, "betas": (0.8, 0.9), "weight_decay": 0.0},
     ],
     ("momentum_buffer",),

@@ -140,7 +140,7 @@ class NativeCopyPlan:
         count = len(sources)
         nothing: Column = [None] * count
         lowers, masters = source_lowers or nothing, masters or nothing
-        packed = formats(count, sources, destinations, masters)
+        packed = formats(count, sources, destinations, masters, lowers)
         self.chunks = _chunks(plan, memory, sources, packed)
         plan.all_float = int(_only_float(sources, destinations, lowers, masters))
         self.addresses = memory.place(address_table(sources, lowers, destinations, masters))

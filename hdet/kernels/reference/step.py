@@ -120,6 +120,7 @@ class TorchStepPlan:
     def step(
         self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN
     ) -> None:
+        gradients = list(gradients)
         check_gradients(gradients, self.tensors.params[0])
         self._take_settings(settings, options)
         given = [g for g in gradients if g is not None]
@@ -216,10 +217,12 @@ class TorchStepPlan:
             for j, (value, param, master) in enumerate(
                 zip(values.tensors, params[k], masters[k], strict=True)
             ):
-                if self._stochastic(param) and master is None:
-                    value = numbers.stochastic_bfloat16(
-                        value, self._random(row.step[j], k, members[j], value) & 0xFFFF
-                    )
+                if self._stochastic(param) and (master is None or master.dtype == torch.int8):
+                    random = self._random(row.step[j], k, members[j], value)
+                    if master is None:
+                        value = numbers.stochastic_bfloat16(value, random & 0xFFFF)
+                    else:
+                        value = numbers.to_24(value, random & 0xFF)
                 numbers.store(value, param, master)
             self._follow_over_time(members, k, values_of(params[k], masters[k]), skip)
 

@@ -25,7 +25,7 @@ from hdet.rules import RULES as ALL_RULES
 
 from ..cases import CHUNK
 from ..problem import Problem, final_tensors
-from ..table import AVERAGES, BF16, COVERING, F32, I16, NATIVE, OTHERS, U8, Case, Format
+from ..table import AVERAGES, BF16, COVERING, F32, I8, I16, NATIVE, OTHERS, U8, Case, Format
 from ..test_step import assert_same_bits
 from .build import RULES
 from .plugin import state
@@ -163,6 +163,8 @@ ALL_FORMS = [
     Format(BF16, None, BF16, BF16, BF16),
     Format(exp_avg=U8, exp_avg_sq=U8),
     Format(BF16, I16, BF16, U8, U8),
+    Format(BF16, I8, BF16),
+    Format(BF16, I8, BF16, U8, U8),
 ]
 
 
