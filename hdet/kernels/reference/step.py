@@ -282,12 +282,15 @@ class TorchStepPlan:
     def _inputs(self, row: Row, inputs: list[Many]) -> tuple[list[Number], list[Many]]:
         """The scalars that elements meet, after a pass for sums over tensors, and these inputs."""
         rule, wide = RULES[self.tensors.rule], row.step.to(self.wide)
-        sums = {Scalar("sum", (one,)): wide for one in rule.trace.sums}  # not read yet
+        sums: dict[str | Scalar, Tensor] = {
+            Scalar("sum", (one,)): wide
+            for one in rule.trace.sums  # not read yet
+        }
         elements = [float(x.numel()) for x in inputs[0].tensors]
-        whole = {Scalar("elements"): wide.new_tensor(elements), **sums}
+        whole: dict[str | Scalar, Tensor] = {Scalar("elements"): wide.new_tensor(elements), **sums}
 
         def scalars() -> list[Number]:
-            settings = {**row.settings, **whole}
+            settings = row.settings | whole
             return [_rounded(in_double(s, settings, wide)) for s in rule.trace.scalars]
 
         found = direction(rule.name, scalars(), inputs, before=True) if sums else []
