@@ -83,14 +83,8 @@ struct Coded : Update<Rule, kMany, kKnown> {
 
   HDET_DEVICE Coded(const StepPlan& p, const Chunk& c) : Base(p, c) {}
 
-  // Of a chunk that is coded. Fills shared memory.
+  // Of a chunk that is coded. `books`: where their tables will be.
   HDET_DEVICE void prepare(Codebook* books) {
-    phase([&](int thread) {
-      constexpr int kUnits = (Rule::kSquares ? 2 : 1) * sizeof(Codebook) / sizeof(uint4);
-      const auto from = reinterpret_cast<const uint4*>(plan.codebooks);
-      const auto to = reinterpret_cast<uint4*>(books);
-      for (int i = thread; i < kUnits; i += kStepThreads) to[i] = *global(from + i);
-    });
     vectors = Base::prepare_replicas(0, false) && Base::emas_are_in_step(0) &&
               in_step(gradient, formats.gradient, 0, false);
     each<Rule::kMoments>([&](auto j) {
@@ -246,7 +240,8 @@ struct Coded : Update<Rule, kMany, kKnown> {
     });
   }
 
-  HDET_DEVICE void update_codes() const {
+  // Fills shared memory, while the first blocks are on their way.
+  HDET_DEVICE void update_codes(Codebook* books) const {
     if (Base::skipped()) {
       threads([&](int thread) {
         for (int i = thread; i < chunk.length; i += kStepThreads)
@@ -257,6 +252,12 @@ struct Coded : Update<Rule, kMany, kKnown> {
     Each<Loaded<kEight>> loaded;
     if (kAhead)
       threads([&](int thread) { load_block(thread / kWarp, thread % kWarp, loaded[thread]); });
+    phase([&](int thread) {
+      constexpr int kUnits = (Rule::kSquares ? 2 : 1) * sizeof(Codebook) / sizeof(uint4);
+      const auto from = reinterpret_cast<const uint4*>(plan.codebooks);
+      const auto to = reinterpret_cast<uint4*>(books);
+      for (int i = thread; i < kUnits; i += kStepThreads) to[i] = *global(from + i);
+    });
     for (int start = 0; start * kCodeBlock < chunk.length; start += kStepThreads / kWarp)
       blocks(start, loaded);
   }
@@ -295,7 +296,7 @@ __global__ void __launch_bounds__(kStepThreads,
   const bool is_coded = unpack_formats(chunk.formats).moments[0] == DType::codes;
   if (!is_coded) return update_chunk<Rule, kMany, kKnown, kKnown == Known::none>(update);
   update.prepare(books);
-  update.update_codes();
+  update.update_codes(books);
 }
 
 }  // namespace hdet::cuda
