@@ -93,7 +93,11 @@ struct Coded : Update<Rule, kMany, kKnown> {
     });
   }
 
-  HDET_DEVICE bool is_coded(int j) const { return !Rule::is_exact(j) && Base::keeps(j); }
+  HDET_DEVICE bool is_exact(int j) const {
+    if constexpr (kIsAny<Rule>) return formats.moment(j) == DType::f32;
+    else return Rule::is_exact(j);
+  }
+  HDET_DEVICE bool is_coded(int j) const { return !is_exact(j) && Base::keeps(j); }
   HDET_DEVICE static bool aligned(const Codes& moment) {
     return reinterpret_cast<std::uintptr_t>(moment.codes) % 4 == 0;
   }
@@ -104,7 +108,7 @@ struct Coded : Update<Rule, kMany, kKnown> {
     load(formats.gradient, gradient, at, loaded.gradient);
     each<Rule::kMoments>([&](auto j) {
       if (is_coded(j)) loaded.moments[j] = codes[j].load(at, Width<kWidth>{});
-      else if (Rule::is_exact(j)) load(Float(), Base::moments[j], at, loaded.exact[j]);
+      else if (is_exact(j)) load(Float(), Base::moments[j], at, loaded.exact[j]);
     });
     if (!kMany) Base::param(Base::replica(0)).load(at, loaded.param);
     each<Rule::kMoments>([&](auto j) {
@@ -122,7 +126,7 @@ struct Coded : Update<Rule, kMany, kKnown> {
     unpack(formats.gradient, loaded.gradient, g);
     each<Rule::kMoments>([&](auto j) {
       if (is_coded(j)) codes[j].decode(loaded.scales[j], loaded.moments[j], turn.moments[j]);
-      else if (Rule::is_exact(j)) unpack(Float(), loaded.exact[j], turn.moments[j]);
+      else if (is_exact(j)) unpack(Float(), loaded.exact[j], turn.moments[j]);
     });
     if (Rule::kCoupled && count() == 1) Base::param(Base::replica(0)).unpack(turn.params[0], p);
     Base::take_direction(g, p, turn.moments, turn.u);
@@ -134,7 +138,7 @@ struct Coded : Update<Rule, kMany, kKnown> {
                         Turn<kWidth>& turn) const {
     uint32_t bits[kWidth];
     each<Rule::kMoments>([&](auto j) {
-      if (Rule::is_exact(j)) store_floats(Base::moments[j], at, turn.moments[j]);
+      if (is_exact(j)) store_floats(Base::moments[j], at, turn.moments[j]);
       else if (!is_coded(j)) return;
       else if (Base::is_signed(j)) codes[j].template store<true>(at, scales[j], turn.moments[j]);
       else codes[j].template store<false>(at, scales[j], turn.moments[j]);
