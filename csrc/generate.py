@@ -82,7 +82,7 @@ class Language:
 
     def scalars(self, rule: Rule) -> tuple[dict[str, str], list[str]]:
         """What is long, by its name; and what elements meet."""
-        lines = {}
+        lines: dict[str, str] = {}
         for i, one in enumerate(rule.trace.sums):
             self.named[Scalar("sum", (one,))] = f"whole.sums[{i}]"
         for node in (part for s in rule.trace.scalars for part in parts(s)):

@@ -104,13 +104,11 @@ struct AnyOf {
   template <class Rule>
   static constexpr bool includes = kFewest <= Rule::kMoments && Rule::kMoments <= kMost;
 };
-using AnyRule = AnyOf<1, 2>;
-using AnyLargeRule = AnyOf<3, kMostMoments>;
+struct AnyRule : AnyOf<1, 2> {};
+struct AnyLargeRule : AnyOf<3, kMostMoments> {};
 
 template <class Rule>
-constexpr bool kIsAny = false;
-template <int kFewest, int kMost>
-constexpr bool kIsAny<AnyOf<kFewest, kMost>> = true;
+constexpr bool kIsAny = std::is_same_v<Rule, AnyRule> || std::is_same_v<Rule, AnyLargeRule>;
 
 // kMany: any number of replicas, in batches whose loads are issued together; else one. kKnown:
 // StepPlan::known. Unless it is none, formats are constants to the compiler. kEmas: there may be
