@@ -496,15 +496,15 @@ class Calls(torch.optim.Optimizer):
     def __init__(self, params: list[torch.nn.Parameter]) -> None:
         super().__init__(params, {})
         self.params = params
-        self.places = lists.note_memory(self.params)
-        self.reader = kernels.step._reader(self.params)
+        self.places = lists.NotedObjects(self.params)
+        self.reader = kernels.step.gradient_reader(self.params)
 
     @torch._disable_dynamo
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         self.reader.read(lists.gradients(self.params))
         self.places.same(self.params)
-        torch.autograd.graph.increment_version(self.params)
+        lists.bump_versions(self.params)
 
 
 def host(machine: Machine, tensors: int = 300) -> None:

@@ -11,8 +11,7 @@
 
 #include "core/plan.h"
 #include "cpu/kernels.h"
-#include "gradients.h"
-#include "lists.h"
+#include "tensors.h"
 #ifdef HDET_CUDA
 #include "cuda/kernels.h"
 #endif
@@ -68,7 +67,8 @@ void define_plans(py::module_& m) {
          HDET_FIELD(control),     HDET_FIELD(partials),       HDET_FIELD(grad_scale),
          HDET_FIELD(found_inf),   HDET_FIELD(carried),        HDET_FIELD(num_carried),
          HDET_FIELD(emas),        HDET_FIELD(num_emas),       HDET_FIELD(ema_settings),
-         HDET_FIELD(ema_rows)});
+         HDET_FIELD(ema_rows),    HDET_FIELD(sums),           HDET_FIELD(num_sums),
+         HDET_FIELD(spans)});
   }
   {
     using Plan = hdet::AveragePlan;
@@ -84,36 +84,37 @@ void define_plans(py::module_& m) {
   }
 }
 
-void define_gradients(py::module_& m) {
-  using hdet::Gradients;
-  using hdet::NotedMemory;
+void define_tensors(py::module_& m) {
+  using hdet::GradientReader;
+  using hdet::HeldGradients;
+  using hdet::NotedObjects;
   using hdet::Torch;
   py::class_<Torch>(m, "Torch").def(py::init<const std::vector<Address>&>(), py::arg("interface"));
-  py::class_<NotedMemory>(m, "NotedMemory")
-      .def(py::init<const Torch&, const py::list&>(), py::arg("torch"), py::arg("tensors"))
-      .def("same", &NotedMemory::same, py::arg("tensors"));
-  py::class_<Gradients> gradients(m, "Gradients");
-  gradients.def(py::init<const py::object&, const Torch&, const py::list&>(), py::arg("type"),
-                py::arg("torch"), py::arg("params"));
-  gradients.def("read", &Gradients::read, py::arg("gradients"));
-  gradients.def("forget", [](Gradients& self) { self.forget(); });
-  gradients.def(
+  py::class_<NotedObjects>(m, "NotedObjects")
+      .def(py::init<const Torch&, const py::list&, const std::vector<bool>&>(), py::arg("torch"),
+           py::arg("objects"), py::arg("tensors"))
+      .def("same", &NotedObjects::same, py::arg("nested"));
+  py::class_<HeldGradients>(m, "HeldGradients")
+      .def("__len__", &HeldGradients::size)
+      .def("__getitem__", &HeldGradients::object, py::arg("place"))
+      .def("absent", &HeldGradients::absent)
+      .def("choose", &HeldGradients::choose, py::arg("places"));
+  py::class_<GradientReader> reader(m, "GradientReader");
+  reader.def(py::init<const Torch&, const py::list&>(), py::arg("torch"), py::arg("params"));
+  reader.def("read", &GradientReader::read, py::arg("gradients"));
+  reader.def("forget", [](GradientReader& self) { self.forget(); });
+  reader.def(
       "write_addresses",
-      [](const Gradients& self, Address out) { self.write_addresses(at<Address>(out)); },
+      [](const GradientReader& self, Address out) { self.write_addresses(at<Address>(out)); },
       py::arg("out"));
-  gradients.def_property_readonly("types", &Gradients::types);
-  gradients.attr("EMPTY") = Address{Gradients::kEmpty};
-  gradients.attr("UNUSUAL") = int{Gradients::kUnusual};
-  gradients.attr("MOVED") = int{Gradients::kMoved};
-  gradients.attr("RETYPED") = int{Gradients::kRetyped};
-}
+  reader.def_property_readonly("types", &GradientReader::types);
+  reader.attr("EMPTY") = Address{GradientReader::kEmpty};
+  reader.attr("UNUSUAL") = int{GradientReader::kUnusual};
+  reader.attr("MOVED") = int{GradientReader::kMoved};
+  reader.attr("RETYPED") = int{GradientReader::kRetyped};
 
-void define_lists(py::module_& m) {
-  m.def("same", &hdet::same, py::arg("a"), py::arg("b"));
-  m.def("gradients", &hdet::gradients, py::arg("params"));
-  m.def("absent", &hdet::absent, py::arg("items"));
-  m.def("contents", &hdet::contents, py::arg("outer"));
-  m.def("same_contents", &hdet::same_contents, py::arg("outer"), py::arg("known"));
+  m.def("hold_gradients", &hdet::hold_gradients, py::arg("torch"), py::arg("params"));
+  m.def("bump_versions", &hdet::bump_versions, py::arg("torch"), py::arg("tensors"));
 }
 
 void define_cpu(py::module_& m) {
@@ -137,10 +138,10 @@ void define_cuda(py::module_& m) {
 #endif
 
 // Of all tensors of a step.
-int known_of(const std::vector<int32_t>& formats) {
-  const auto known = [](int32_t one) { return hdet::known_of(hdet::unpack_formats(one)); };
+int known_of(const std::vector<int64_t>& formats) {
+  const auto known = [](int64_t one) { return hdet::known_of(hdet::unpack_formats(one)); };
   const auto first = formats.empty() ? hdet::Known::none : known(formats.front());
-  const auto same = [&](int32_t one) { return known(one) == first; };
+  const auto same = [&](int64_t one) { return known(one) == first; };
   return static_cast<int>(std::all_of(formats.begin(), formats.end(), same) ? first
                                                                             : hdet::Known::none);
 }
@@ -182,10 +183,9 @@ PYBIND11_MODULE(_C, m) {
   m.attr("CODEBOOK_BYTES") = sizeof(hdet::Codebook);
 
   define_plans(m);
-  define_gradients(m);
+  define_tensors(m);
 
   m.def("known_of", &known_of, py::arg("formats"));
-  define_lists(m);
 
   define_cpu(m);
 #ifdef HDET_CUDA

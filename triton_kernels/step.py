@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arithmetic import HYPER_ROW, averaged, load_row, take_step
+from .arithmetic import averaged, load_row, take_step
 from .chunks import BATCH, TAIL, live_length, load_chunk, whole_vectors
 from .codes import TABLE_FLOATS, load_codes, store_codes
 from .numbers import (
@@ -30,7 +30,7 @@ from .numbers import (
     to_24,
     to_bf16_stochastic,
 )
-from .rules import direction
+from .rules import HYPER_ROW, SCALARS, direction, terms
 
 HELD = tl.constexpr(4)
 """up to so many replicas' addresses are held in registers; of more they are read again in each
@@ -395,10 +395,58 @@ def update(
     shared, place = locate(
         chunk, gradients, addresses, ids, replica_rows, control, random, emas, ema_rows, V
     )
-    row = load_row(rows + chunk.tensor * HYPER_ROW)
+    row = load_row(rows + chunk.tensor * HYPER_ROW, SCALARS)
     length = live_length(chunk, place.gradient)
     whole = whole_vectors(length, UNIT)
     for start in range(0, whole, V.block):
         update_block(shared, place, row, start, whole, V, V.block)
     if whole < length:
         update_block(shared, place, row, whole, length, V, REST)
+
+
+@triton.jit
+def sum_block(shared, place, row, start, end, j: tl.constexpr, V: tl.constexpr):
+    """Sum j of the rule, over a block's elements from `start` of the chunk on, those before
+    `end`."""
+    RULE: tl.constexpr = V.rule
+    offsets = start + tl.arange(0, V.block)
+    mask = offsets < end
+    gradient, moments = load_shared(shared, offsets, mask, V)
+    param = tl.zeros((V.block,), tl.float32)
+    if V.replicas == 1:
+        param = load_batch(place, offsets, mask, 0, V)[0]
+    made = terms(row, gradient * row.gradient_scale, param, moments, RULE)
+    return tl.sum(tl.where(mask, made[j], 0.0).to(tl.float64), 0)
+
+
+@triton.jit(do_not_specialize=["longest"])
+def sum_terms(
+    chunks,
+    gradients,
+    addresses,
+    ids,
+    rows,
+    replica_rows,
+    control,
+    random,
+    emas,
+    ema_rows,
+    spans,  # [tensor]: the number of its first chunk, and its elements
+    sums,  # [chunk][SUMS], of all chunks in the order of tensors
+    longest,  # elements of a chunk
+    SUMS: tl.constexpr,
+    V: tl.constexpr,
+):
+    """What a rule sums over tensors, before `update`: a program for each chunk."""
+    chunk = load_chunk(chunks, 1)
+    shared, place = locate(
+        chunk, gradients, addresses, ids, replica_rows, control, random, emas, ema_rows, V
+    )
+    row = load_row(rows + chunk.tensor * HYPER_ROW, SCALARS)
+    length = live_length(chunk, place.gradient)
+    for j in tl.static_range(SUMS):
+        total = tl.full((), 0.0, tl.float64)
+        for start in range(0, length, V.block):
+            total += sum_block(shared, place, row, start, length, j, V)
+        number = tl.load(spans + 2 * chunk.tensor) + chunk.offset // longest
+        tl.store(sums + number * SUMS + j, total)

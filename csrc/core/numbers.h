@@ -128,13 +128,14 @@ HDET_HD float to_24(float x, uint32_t random) {
 // To nearest, ties to even.
 HDET_HD float to_24(float x) { return to_24(x, 0x7fu + (bits_of(x) >> 8 & 1u)); }
 
-// How the streams of one tensor are stored, four bits each, in Chunk::formats.
-constexpr int kMaxMoments = 3;
+// How the streams of one tensor are stored, four bits each, in Chunk::formats, where there is room
+// for so many moments.
+constexpr int kMaxMoments = 12;
 struct Formats {
   DType gradient, param;
   Master master;
-  DType moments[kMaxMoments];
   bool stochastic;  // of parameters, see draws_params, and of bfloat16 averages of squares
+  DType moments[kMaxMoments];
 };
 
 // Are parameters rounded stochastically? bfloat16 without a master, or in the split form of 24
@@ -152,23 +153,23 @@ enum class Known : int32_t { none = 0, floats = 1, masters = 2, split = 3, halve
 
 // Of moments those that are not codes.
 HDET_HD constexpr Formats formats_of(Known known) {
-  if (known == Known::halves)
-    return {DType::bf16, DType::bf16, Master::none, {DType::bf16, DType::bf16, DType::bf16}, true};
+  const bool all_halves = known == Known::halves;
   const DType halves =
       known == Known::floats ? DType::f32 : DType::bf16;  // parameters and gradients
   const Master master = known == Known::masters ? Master::f32
                         : known == Known::split ? Master::split
                                                 : Master::none;
-  return {halves, halves, master, {DType::f32, DType::f32, DType::f32}, false};
+  Formats formats{halves, halves, master, all_halves, {}};
+  for (DType& moment : formats.moments) moment = all_halves ? DType::bf16 : DType::f32;
+  return formats;
 }
 
-HDET_HD Formats unpack_formats(int32_t packed) {
+HDET_HD Formats unpack_formats(int64_t packed) {
   const auto type = [packed](int place) { return static_cast<DType>(packed >> 4 * place & 15); };
-  return {type(0),
-          type(1),
-          static_cast<Master>(packed >> 8 & 15),
-          {type(3), type(4), type(5)},
-          (packed >> 24 & 1) != 0};
+  Formats formats{
+      type(0), type(1), static_cast<Master>(packed >> 8 & 15), (packed >> 12 & 1) != 0, {}};
+  for (int j = 0; j < kMaxMoments; ++j) formats.moments[j] = type(4 + j);
+  return formats;
 }
 
 // Whether a tensor asks for stochastic rounding matters in halves alone: the other formats are

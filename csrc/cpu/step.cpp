@@ -40,11 +40,8 @@ void store(const Work& w, int64_t element, int length, float* u) {
 
 template <class Rule>
 void update_block(const Work& w, int64_t element, int length) {
-  Staging directions, buffer;
-  const float* const p = Rule::kCoupled && w.plan.num_replicas == 1
-                             ? open(w.param(0), element, length, buffer)
-                             : nullptr;
-  share<Rule>(w, element, length, p, directions.values);
+  Staging directions;
+  share<Rule>(w, element, length, directions.values);
   store<Rule>(w, element, length, directions.values);
 }
 

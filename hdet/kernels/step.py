@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..rules import StepSettings
+from ..rules import RULES, SCALARS, StepSettings
 from . import native
 from .checks import check_gradients, check_gradients_apart, check_options
 from .interface import PLAIN, Column, StepOptions, StepTensors
@@ -25,29 +25,30 @@ from .tables import (
     formats,
 )
 
-CONTROL_BYTES, ROW_BYTES, REPLICA_ROW_BYTES, EMA_ROW_BYTES = 16, 48, 8, 8
-"""of csrc/core/hyper.h: Control, HyperRow, ReplicaRow, EmaRow"""
+CONTROL_BYTES, ROW_BYTES, REPLICA_ROW_BYTES, EMA_ROW_BYTES = 16, 4 * (2 + SCALARS), 8, 8
+"""of csrc/core/hyper.h and rules.h: Control, HyperRow, ReplicaRow, EmaRow"""
 
 
 class NoReader:
-    """In the place of csrc/gradients.h where there is no native module: each step checks all
+    """In the place of csrc/tensors.h where there is no native module: each step checks all
     gradients in full."""
 
     EMPTY = 64
     """where an empty gradient lies, which is there and which nobody reads"""
     UNUSUAL = -1
 
-    def read(self, gradients: list[Tensor | None]) -> int:
+    def read(self, gradients: Column) -> int:
         return self.UNUSUAL
 
     def forget(self) -> None:
         """There is nothing that it knows."""
 
 
-def _reader(params: Sequence[Tensor]) -> Any:
+def gradient_reader(params: Sequence[Tensor]) -> Any:
+    """Looks at their gradients in each step: the native module's, or NoReader."""
     if native.torch_interface is None:
         return NoReader()
-    return native._C.Gradients(Tensor, native.torch_interface, list(params))
+    return native._C.GradientReader(native.torch_interface, list(params))
 
 
 class TableStepPlan:
@@ -60,7 +61,7 @@ class TableStepPlan:
         t = self.tensors = tensors  # keeps alive what the tables point to
         self.memory, self.count = memory, len(t.params[0])
         self.elements = [param.numel() for param in t.params[0]]
-        self.reader = _reader(t.params[0])
+        self.reader = gradient_reader(t.params[0])
         self.gradient_types = [DTYPES[p.dtype] for p in t.params[0]]  # as gradients mostly are
         self._apart = False  # are gradients known to be?
         self._retyped = False  # the chunks' formats have changed, and the device does not know it
@@ -78,12 +79,14 @@ class TableStepPlan:
             self.ema_settings = memory.place(
                 torch.tensor(numbers, dtype=torch.float64, device="cpu")
             )
+        self.codebooks = memory.place(codebook()) if t.coded() else None
+        self.chunks = self._cut()
+        self.num_sums = len(RULES[t.rule].trace.sums)
         ids = range(self.count) if t.ids is None else t.ids
         self.numbers = memory.place(
             torch.tensor([*ids, *t.groups], dtype=torch.int32, device="cpu")
         )
-        self.codebooks = memory.place(codebook()) if t.coded() else None
-        self.chunks = self._cut()
+        self.spans = memory.place(self.chunks.spans(self.elements)) if self.num_sums else None
         self.placed_chunks = memory.place(self.chunks.table)
         self._make_room()
         self.inputs = Inputs(memory, t)
@@ -102,17 +105,21 @@ class TableStepPlan:
         return chunks_of(self.elements, self.packed, self.memory.chunks, order)
 
     def _make_room(self) -> None:
-        """Memory for what the derive phase and the norm write."""
+        """Memory for what the derive phase, the norm and a rule's sums write."""
         count = self.count
         of_replicas = count * self.tensors.num_replicas * REPLICA_ROW_BYTES
         of_emas = count * len(self.tensors.averages) * EMA_ROW_BYTES
-        sizes = (CONTROL_BYTES, count * ROW_BYTES, of_replicas, of_emas, 8 * self.chunks.number)
+        of_chunks = 8 * self.chunks.number
+        sizes = (
+            *(CONTROL_BYTES, count * ROW_BYTES, of_replicas, of_emas),
+            *(of_chunks, self.num_sums * of_chunks),
+        )
         padded = [-(-size // 16) * 16 for size in sizes]
         parts = self.memory.room(sum(padded)).split(padded)
-        self.control, self.rows, self.replica_rows, self.ema_rows, partials = (
+        self.control, self.rows, self.replica_rows, self.ema_rows, partials, sums = (
             part[:size].view(torch.float32) for part, size in zip(parts, sizes, strict=True)
         )
-        self.partials = partials.view(torch.float64)
+        self.partials, self.sums = partials.view(torch.float64), sums.view(torch.float64)
         self.skipped, self.norm, _, self.unscaling = self.control
 
     def _point_to_chunks(self) -> None:
@@ -170,7 +177,7 @@ class TableStepPlan:
 
         Raises for gradients that cannot be used.
         """
-        changes = self.reader.read(gradients if isinstance(gradients, list) else list(gradients))
+        changes = self.reader.read(gradients)
         if changes == 0:
             return
         self._apart = False
@@ -181,12 +188,9 @@ class TableStepPlan:
             raise
 
     def _write_gradients(self, gradients: Column, changes: int) -> None:
-        # not a plain tensor, no native module, or a torch of another interface: usable?
+        # not plain, no native module, or a torch that it does not know: usable?
         unusual = changes == self.reader.UNUSUAL
         retyped = unusual or changes & self.reader.RETYPED != 0  # the first ones, mostly
-        if retyped and not unusual:
-            # to ask in each step would take too long, and DLPack does not tell
-            unusual = any(g is not None and g.is_neg() for g in gradients)
         if unusual:
             check_gradients(gradients, self.tensors.params[0])
             addresses = [

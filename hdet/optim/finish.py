@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +25,7 @@ class Averaging:
 
     def __init__(self) -> None:
         self._plan: AveragePlan | None = None
-        self._tensors: list[Tensor] = []
-        self._memory: Any = None
+        self._noted: lists.NotedObjects | None = None
 
     def __call__(
         self,
@@ -40,13 +38,12 @@ class Averaging:
         own: list[Column] = [shards.locals_of(column) for column in sets]
         columns = [*own, *(masters or ())]
         tensors = [tensor for tensor in chain(*columns) if tensor is not None]
-        kept = lists.same(tensors, self._tensors) and self._memory.same(tensors)
-        if self._plan is None or not kept:
+        if self._plan is None or self._noted is None or not self._noted.same(tensors):
             laid = strides.laid_columns(columns)
             self._plan = kernels.average_plan(
                 laid[: len(sets)], masters and laid[len(sets) :], backend
             )
-            self._tensors, self._memory = tensors, lists.note_memory(tensors)
+            self._noted = lists.NotedObjects(tensors)
         self._plan.average(weights)
         torch.autograd.graph.increment_version(
             with_shards([param for param in chain(*sets) if not param.is_inference()])

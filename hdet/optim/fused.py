@@ -105,9 +105,7 @@ class FusedOptimizer(Optimizer):
 
     Parameters are float32, bfloat16 or float16, in any mixture, dense, in any order of dimensions
     (channels_last), as their gradients must be, which are any of the three. Arithmetic is float32
-    everywhere. Whoever has no gradient is left alone. A gradient that is a negated view
-    (`is_neg()`) is refused in a first step. Later ones are not asked, to save a call for each: use
-    resolve_neg() in a hook where a model makes such views. Options that choose between torch's
+    everywhere. Whoever has no gradient is left alone. Options that choose between torch's
     implementations (foreach, fused, capturable) are accepted and change nothing; amsgrad and
     differentiable are refused.
 

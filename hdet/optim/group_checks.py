@@ -64,17 +64,6 @@ def check_params(params: Any, name: str) -> None:
             )
 
 
-def check_dimensions(params: Any, name: str, stacked: bool) -> None:
-    """Refuses parameters that are no matrices, nor stacks of them in a group that says so."""
-    for i, param in enumerate(_tensors(params)):
-        if isinstance(param, Tensor) and (param.ndim < 2 or (param.ndim > 2 and not stacked)):
-            stack = ", or say stacked=True if it is a stack of matrices" if param.ndim > 2 else ""
-            raise ValueError(
-                f"parameter {i} of {name} has the shape {tuple(param.shape)}, and use_muon=True is "
-                f"for matrices: put it into a group with use_muon=False{stack}"
-            )
-
-
 def check_storage(
     master_weights: object, moment_dtype: object, seed: object, decay_at: object
 ) -> None:

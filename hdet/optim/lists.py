@@ -1,77 +1,107 @@
-"""Looks at many tensors at once: what a step repeats for every tensor, in C++ where the native
-module is there; and whether others have written to them."""
+"""What a step repeats for every tensor, in C++ (csrc/tensors.h) where the native module is there
+and knows this torch."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hdet.kernels import native
 from hdet.kernels.checks import check_gradients
+from hdet.kernels.step import gradient_reader
 
-_NATIVE: Any = native._C if native.missing is None else None
+Gradients = Sequence[Tensor | None]
 
 
-def _same(one: Sequence[object], other: Sequence[object]) -> bool:
+def same(one: Sequence[object], other: Sequence[object]) -> bool:
+    """Are these the same objects?"""
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
-def _gradients(params: Sequence[Tensor]) -> list[Tensor | None]:
+def gradients(params: list[Tensor]) -> Gradients:
+    """`.grad` of each, None where there is none: a list, or what holds them without an object for
+    each in Python."""
+    if native.torch_interface is not None:
+        held: Any = native._C.hold_gradients(native.torch_interface, params)
+        if held is not None:
+            return held
     return [param.grad for param in params]
 
 
-def _absent(items: Sequence[object]) -> list[int]:
-    return [i for i, item in enumerate(items) if item is None]
+def absent(gradients: Gradients) -> list[int]:
+    """the places of None"""
+    if isinstance(gradients, list):
+        return [i for i, item in enumerate(gradients) if item is None]
+    held: Any = gradients
+    return held.absent()
 
 
-def _contents(outer: Mapping[Any, Any]) -> list[Any]:
-    found: list[Any] = []
-    for key, value in outer.items():
-        found += (key, value)
-        if isinstance(value, dict):
-            found += chain.from_iterable(value.items())
-    return found
+def chosen(gradients: Gradients, places: list[int]) -> Gradients:
+    if len(places) == len(gradients):
+        return gradients
+    if isinstance(gradients, list):
+        return [gradients[i] for i in places]
+    held: Any = gradients
+    return held.choose(places)
 
 
-def _same_contents(outer: Mapping[Any, Any], known: list[Any]) -> bool:
-    return _same(_contents(outer), known)
-
-
-same: Callable[[list[Any], list[Any]], bool] = getattr(_NATIVE, "same", _same)
-"""Are these two lists of the same objects?"""
-
-gradients: Callable[[list[Tensor]], list[Tensor | None]] = getattr(_NATIVE, "gradients", _gradients)
-"""`.grad` of each, None where there is none"""
-
-absent: Callable[[list[Any]], list[int]] = getattr(_NATIVE, "absent", _absent)
-"""the places of None"""
-
-contents: Callable[[dict[Any, Any]], list[Any]] = getattr(_NATIVE, "contents", _contents)
-"""all keys and values of a dictionary, and of the dictionaries in it"""
-
-same_contents: Callable[[dict[Any, Any], list[Any]], bool] = getattr(
-    _NATIVE, "same_contents", _same_contents
-)
-"""Would `contents` be a list of these objects?"""
+def bump_versions(tensors: list[Tensor]) -> None:
+    """What a backward pass has saved of them is no longer valid."""
+    if native.torch_interface is None:
+        torch.autograd.graph.increment_version(tensors)
+    else:
+        native._C.bump_versions(native.torch_interface, tensors)
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
 
 
-class NotedMemory:
-    """Where tensors lay when this was made, and their types, shapes and strides."""
+def _objects(nested: Any) -> Iterator[Any]:
+    if isinstance(nested, list):
+        for item in nested:
+            yield from _objects(item)
+        return
+    yield nested
+    if isinstance(nested, dict):
+        for key, value in nested.items():
+            yield key
+            yield from _objects(value)
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._known = _described(tensors)
 
-    def same(self, tensors: list[Tensor]) -> bool:
-        """Is it as it was?"""
-        return _described(tensors) == self._known
+class NotedObjects:
+    """What nested lists and dictionaries had in them when this was made, and where those that are
+    tensors lay, with their types, shapes and strides."""
+
+    def __init__(self, nested: list[Any]) -> None:
+        self._objects = list(_objects(nested))
+        tensors = {id(x): x for x in self._objects if _has_memory(x)}
+        self._tensors = list(tensors.values())
+        # a key is a parameter as well: once is enough
+        counts = [tensors.pop(id(x), None) is not None for x in self._objects]
+        self._native = None
+        if native.torch_interface is not None:
+            self._native = native._C.NotedObjects(native.torch_interface, self._objects, counts)
+        else:
+            self._memory = _described(self._tensors)
+
+    def same(self, nested: list[Any]) -> bool:
+        """Are they as they were?"""
+        if self._native is not None:
+            return self._native.same(nested)
+        objects = list(_objects(nested))
+        return same(objects, self._objects) and _described(self._tensors) == self._memory
+
+
+def _has_memory(x: object) -> bool:
+    if not isinstance(x, Tensor) or is_traceable_wrapper_subclass(x):
+        return False
+    return x.layout == torch.strided
 
 
 def _described(tensors: Sequence[Tensor]) -> list[Any]:
@@ -81,34 +111,21 @@ def _described(tensors: Sequence[Tensor]) -> list[Any]:
 _type_and_shape = operator.attrgetter("dtype", "shape")
 
 
-def note_memory(tensors: list[Tensor]) -> Any:
-    """NotedMemory, in C++ where that can be."""
-    torch = native.torch_interface
-    is_ours = torch is None or _NATIVE is None
-    return NotedMemory(tensors) if is_ours else _NATIVE.NotedMemory(torch, tensors)
-
-
 class GradientCheck:
-    """Refuses gradients that no step can use. A list of plain tensors of the shapes and types, and
-    on the device, of the list before is not looked at: the native module tells."""
+    """Refuses gradients that no step can use. Those of the shapes and types, and on the device, of
+    the ones before are not looked at: the native module tells."""
 
     def __init__(self, params: list[Tensor]) -> None:
         """`params`: as their gradients must be, which may be None."""
-        self._params = params
-        torch = native.torch_interface
-        is_ours = torch is None or _NATIVE is None
-        self._native = None if is_ours else _NATIVE.Gradients(Tensor, torch, params)
+        self._params, self._reader = params, gradient_reader(params)
 
-    def __call__(self, gradients: list[Any]) -> None:
+    def __call__(self, gradients: Gradients) -> None:
         """Raises ValueError or TypeError."""
-        native = self._native
-        if native is not None and not any(g is not None and g.is_neg() for g in gradients):
-            changes = native.read(gradients)
-            if changes != native.UNUSUAL and not changes & native.RETYPED:
-                return
+        changes = self._reader.read(gradients)
+        if changes != self._reader.UNUSUAL and not changes & self._reader.RETYPED:
+            return
         try:
             check_gradients(gradients, self._params)
         except (TypeError, ValueError):
-            if native is not None:
-                native.forget()  # this list is none to compare with
+            self._reader.forget()  # these are none to compare with
             raise

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from hdet.kernels import numbers
+from hdet.rules import WEIGHTS
 from hdet.tensors import dtensor as shards
 
 from . import lists
 
 EMA_KEYS = ("ema", "ema_1", "ema_2")
 """averages of the weights over time (hdet/kernels/ema.py)"""
-BESIDE_KEYS = ("z", *EMA_KEYS)
+BESIDE_KEYS = (*WEIGHTS, *EMA_KEYS)
 """float32 weights beside the parameters, as which they begin; each replica has its own. They are
 averaged as parameters are."""
 REPLICA_KEYS = ("replica_params", "replica_masters", *(f"replica_{key}" for key in BESIDE_KEYS))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hdet.kernels import numbers
 from hdet.kernels.numbers import CODES
-from hdet.rules import Facts, is_signed
+from hdet.rules import Facts, Rule, is_signed
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 
@@ -77,7 +77,7 @@ class Layout:
         """
         param = sets[0]
         if shards.is_sharded(param):
-            _check_layouts(state, param)
+            _check_layouts(state, param, self.rule)
         kept, own = shards.local_state(state, param), shards.locals_of(sets)
         made = self._moments(kept, own) if moments else {}
         made |= self._counter(kept, own[0], moments)
@@ -306,9 +306,14 @@ def _counted(step: Any, name: str, param: Tensor) -> Tensor:
     return torch.tensor(float(step), dtype=torch.float32, device=param.device)
 
 
-def _check_layouts(state: Mapping[str, Any], param: Tensor) -> None:
+def _check_layouts(state: Mapping[str, Any], param: Tensor, rule: Facts) -> None:
     whose = f"a parameter of shape {tuple(param.shape)}"
-    shards.sharding_dims(param, whose)  # refuses sums that have not been taken
+    dims = shards.sharding_dims(param, whose)  # refuses sums that have not been taken
+    if dims and isinstance(rule, Rule) and rule.trace.sums:
+        raise ValueError(
+            f"{rule.optimizer} needs sums over whole parameters, and {whose} is "
+            f"{shards.described(param)}: keep it whole (DDP), or use another optimizer"
+        )
     for key, value in state.items():
         for tensor in value if isinstance(value, list) else [value]:
             if isinstance(tensor, Tensor) and not shards.is_plain(key):

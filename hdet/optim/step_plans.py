@@ -21,6 +21,7 @@ from hdet.tensors import strides
 
 from . import lists
 from .finish import ShardedClip
+from .lists import Gradients
 from .masters import EMA_KEYS, Watch, kept_beside, kept_masters, state_sets, with_shards
 from .moment_storage import scale_key
 
@@ -151,7 +152,7 @@ class Planned:
         self.places, self.entries, self.container = list(members), entries, container
         self.outside = set(range(len(params))).difference(members)
         self.watch = Watch((params[i], state) for i, state in states.items())
-        self.contents: list[Any] | None = None  # of `container`, once a step has been done
+        self._noted: lists.NotedObjects | None = None  # once a step has been done
         self.copies_gradients = False
         """Has a gradient been found that has to be copied first?"""
         self.hypers: list[Hyper] = []
@@ -165,7 +166,6 @@ class Planned:
         laid = [strides.laid(shards.local(p), self._orders.get(i)) for i, p in enumerate(params)]
         self.check = lists.GradientCheck(laid)
         self._relied_on = [t for i in members for t in (params[i], *_tensors_in(states[i]))]
-        self._memory = lists.note_memory(self._lying())
 
         watched = set(map(id, with_shards(self.watch.params)))
         self._writes = [
@@ -177,9 +177,9 @@ class Planned:
         self._watched_writes = [i for i, tensor in self._writes if id(tensor) in watched]
         self._choose([])
 
-    def _lying(self) -> list[Tensor]:
-        """What plans rely on, as it lies on this rank."""
-        return shards.locals_of(self._relied_on) if self.sharded else self._relied_on
+    def _objects(self, container: dict[Tensor, dict[str, Any]], params: list[Tensor]) -> list[Any]:
+        """What plans rely on. Shards may move and be replaced."""
+        return [params, container, shards.locals_of(self._relied_on) if self.sharded else []]
 
     def _choose(self, absent: list[int]) -> None:
         """The next steps find no gradient at these places."""
@@ -198,21 +198,18 @@ class Planned:
     ) -> bool:
         """Is everything as it was: the same tensors, in the same memory, in the same groups?"""
         return (
-            lists.same(params, self.params)
-            and groups == self.groups
-            and container is self.container
-            and self.contents is not None
-            and lists.same_contents(container, self.contents)
-            and self._memory.same(self._lying())
+            groups == self.groups
+            and self._noted is not None
+            and self._noted.same(self._objects(container, params))
         )
 
     def step(
         self,
-        gradients: list[Tensor | None],
+        gradients: Gradients,
         absent: list[int],
         settings: Sequence[Any],
         options: Callable[[torch.device], StepOptions],
-    ) -> list[Tensor | None]:
+    ) -> Gradients:
         """A step on the gradients of all parameters; at the places `absent` there are none.
 
         A part's settings are what its plan takes, StepSettings of the kernels'. Returns the
@@ -231,7 +228,7 @@ class Planned:
         self._step(copied, settings, options)
         return copied
 
-    def _own(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+    def _own(self, gradients: Gradients) -> Gradients:
         """As they lie on this rank, in the order in which their parameters lie in memory."""
         if self.sharded:
             pairs = enumerate(zip(gradients, self.params, strict=True))
@@ -240,7 +237,7 @@ class Planned:
                 for i, (g, p) in pairs
             ]
         if not self._orders:
-            return gradients
+            return list(gradients) if self.in_turns else gradients
         made = list(gradients)
         for i, order in self._orders.items():
             gradient = gradients[i]
@@ -251,7 +248,7 @@ class Planned:
 
     def _step(
         self,
-        gradients: list[Tensor | None],
+        gradients: Gradients,
         settings: Sequence[Any],
         options_on: Callable[[torch.device], StepOptions],
     ) -> None:
@@ -274,29 +271,27 @@ class Planned:
         for turn, (n, part) in enumerate(self.active):
             if turn == 0 and part.in_turns:
                 self._wrote()  # it may run out of memory half-way: what it has moved is kept
-            every = len(part.places) == len(gradients)
-            chosen = gradients if every else [gradients[i] for i in part.places]
+            chosen = lists.chosen(gradients, part.places)
             part.plan.step(chosen, settings[n], options[part.device])
             if turn == 0 and not part.in_turns:
                 # a later part fails for want of memory only; what the first has written stays
                 self._wrote()
-        if self.contents is None:  # there was no gradient
+        if self._noted is None:  # there was no gradient
             self._write_back()
         if self.in_turns:
             self.watch.refresh()
 
     def _wrote(self) -> None:
-        # what a backward pass has saved of them is no longer valid
-        torch.autograd.graph.increment_version(self._written)
+        lists.bump_versions(self._written)
         self.watch.wrote(self._num_watched)
-        if self.contents is None:
+        if self._noted is None:
             self._write_back()
 
     def _write_back(self) -> None:
         """The first step has been done: what was made for it goes into the optimizer's state."""
         add_entries(self.container, self.entries)
         self.entries = {}
-        self.contents = lists.contents(self.container)
+        self._noted = lists.NotedObjects(self._objects(self.container, self.params))
 
     def norms(self) -> Norms | None:
         """Of the step that has been done, with a norm."""

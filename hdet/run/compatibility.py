@@ -294,8 +294,8 @@ def _wrong_moments(run: Setup) -> Iterator[str]:
         return
     if not shares:
         return
-    can_part = any(knob.meaning.parts_moments for knob in run.knobs)
-    if moments is not None and not can_part and follows_gradients(optimizer):
+    can_differ = any(knob.meaning.parts_moments for knob in run.knobs)
+    if moments is not None and not can_differ and follows_gradients(optimizer):
         yield (
             f"moments is {moments!r}, but with gradients='shared' they are equal on all replicas: "
             "leave it out"

@@ -241,7 +241,7 @@ class ReferenceOptimizer(Optimizer):
                 zeros = torch.zeros_like(param)
                 moments = [state.setdefault(name, zeros.clone()) for name in self.rule.moments]
                 g = -param.grad if group["maximize"] else param.grad
-                if not self.rule.coupled:
+                if not self.rule.coupled and state["step"] >= self.rule.first_step:
                     param.mul_(1 - group["lr"] * group["weight_decay"])
                 self.update(group, state["step"].item(), param, g, *moments)
 

@@ -49,7 +49,7 @@ SPECIAL_VALUES = (0.5, math.inf, -1.0, -math.inf, math.nan, 1e38, -0.0, -1e20, 1
 COMBINATIONS = len(SPECIAL_VALUES) ** 2
 
 SETTINGS = StepSettings(  # multipliers are filled in
-    0.02, (), 0.9, 0.95, 1e-8, 0.1, momentum=0.9, beta3=0.98, alpha=3.0, average=0.3
+    0.02, (), 0.9, 0.95, 1e-8, 0.1, momentum=0.9, beta3=0.98, alpha=3.0, average=0.3, gamma=0.2
 )
 
 
@@ -127,6 +127,7 @@ def _kind(name: str) -> tuple[object, ...]:
     return (
         rule.signed, rule.coupled,
         rule.gives_parameter, keeps_moments(name), rule.kept_if, settings.cautious_decay,
+        rule.first_step, len(rule.trace.sums),
     )  # fmt: skip
 
 

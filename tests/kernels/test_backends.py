@@ -119,6 +119,7 @@ class Machine:
         monkeypatch.setattr(selection, "_warned", set())
         monkeypatch.setattr(selection, "_has_c_compiler", lambda: self.compiler)
         monkeypatch.setattr(native, "missing", self.missing)
+        monkeypatch.setattr(native, "torch_interface", None)
         monkeypatch.setattr(native, "_C", self.module)
         monkeypatch.setattr(torch.version, "hip", self.hip)
         monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)

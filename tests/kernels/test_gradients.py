@@ -1,18 +1,24 @@
-"""csrc/gradients.h: how a native step finds its gradients, and notices in each step what has become
+"""csrc/tensors.h: how a native step finds its gradients, and notices in each step what has become
 of them."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 import hdet
 from hdet import _C, kernels
 from hdet.kernels import StepSettings, native
+from hdet.kernels.native import interface
 from hdet.kernels.step import NoReader
+from hdet.optim import lists
 
 from .cases import BACKENDS, device_of, of_sgd
 
@@ -26,7 +32,7 @@ def some(seed: int = 0) -> list[Tensor]:
 
 
 def test_what_has_not_changed_is_not_looked_at_again() -> None:
-    gradients, first = _C.Gradients(Tensor, native.torch_interface, some()), some(1)
+    gradients, first = _C.GradientReader(native.torch_interface, some()), some(1)
     assert gradients.read(first) == gradients.MOVED | gradients.RETYPED
     assert gradients.read(list(first)) == 0
     written = torch.zeros(len(first), dtype=torch.int64)
@@ -36,33 +42,99 @@ def test_what_has_not_changed_is_not_looked_at_again() -> None:
     assert gradients.read([first[0].half(), *first[1:]]) == gradients.MOVED | gradients.RETYPED
     assert gradients.types == [3, 1, 1, 1, 1]
     assert gradients.EMPTY == NoReader.EMPTY
-    for odd in (
-        torch.ones(4, 3),  # another shape
-        torch.ones(4, 3).t(),
-        torch.ones(3, 4).double(),
-        torch.ones(3, 4).to_sparse(),
-        torch.ones(3, 4, device="meta"),
-        torch.nn.Parameter(torch.ones(3, 4)),
-    ):
-        assert gradients.read([odd, *first[1:]]) == gradients.UNUSUAL == NoReader.UNUSUAL
-    assert gradients.read(first[1:]) == NoReader.UNUSUAL
+    assert (
+        gradients.read([torch.nn.Parameter(first[0]), *first[1:]])
+        == gradients.RETYPED | gradients.MOVED
+    )
+    assert gradients.read(first[1:]) == gradients.UNUSUAL == NoReader.UNUSUAL
     assert gradients.read(first) == gradients.MOVED | gradients.RETYPED
+
+
+def seen_by(transform: Any) -> Tensor:
+    """What a function that is transformed gets."""
+    kept: list[Tensor] = []
+    transform(lambda x: (kept.append(x), x.sum())[1])(torch.ones(2, 3, 4))
+    return kept[0]
+
+
+BASE = torch.ones(3, 4)
+UNUSUAL: dict[str, Callable[[], object]] = {
+    "another shape": lambda: torch.ones(4, 3),
+    "other strides": lambda: torch.ones(4, 3).t(),
+    "another dtype": BASE.double,
+    "sparse": BASE.to_sparse,
+    "meta": lambda: BASE.to("meta"),
+    "negated": lambda: torch._neg_view(BASE),
+    "imaginary part of a conjugate": lambda: torch.ones(3, 4, dtype=torch.cfloat).conj().imag,
+    "zeros without memory": lambda: torch._efficientzerotensor((3, 4)),
+    "wrapper subclass": lambda: TwoTensor(BASE, BASE),
+    "fake": lambda: FakeTensorMode().from_tensor(BASE),
+    "of vmap": lambda: seen_by(torch.func.vmap),
+    "of functionalize": lambda: seen_by(torch.func.functionalize),
+    "jagged": lambda: torch.nested.nested_tensor([BASE, BASE], layout=torch.jagged),
+    "oneDNN's": BASE.to_mkldnn,
+    "of inference": torch.inference_mode()(lambda: torch.ones(3, 4)),
+    "no tensor": lambda: 0.5,
+}
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_what_is_unusual_is_left_to_python(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    usual, odd = [torch.ones(3, 4), BASE], UNUSUAL[kind]()
+    gradients = _C.GradientReader(native.torch_interface, [torch.zeros(3, 4)] * 2)
+    for _ in range(2):
+        assert gradients.read(usual) == gradients.MOVED | gradients.RETYPED
+        assert gradients.read(usual) == 0
+        assert gradients.read([usual[0], odd]) == gradients.UNUSUAL
+    assert "Exception" not in capfd.readouterr().err  # torch was not asked for what is not there
+
+
+def test_gradients_are_held_without_objects_in_python() -> None:
+    params: list[Any] = [torch.nn.Parameter(torch.ones(3)), torch.zeros(2), torch.ones(1)]
+    params[0].grad, params[2].grad = torch.ones(3), torch.ones(1)
+    reader = _C.GradientReader(native.torch_interface, params)
+    of, address = weakref.ref(params[0].grad), params[0].grad.data_ptr()
+    count, held = params[0].grad._use_count(), lists.gradients(params)
+    assert not isinstance(held, list) and held[0] is params[0].grad and held[1] is None
+    assert lists.absent(held) == [1] and lists.chosen(held, [2, 0])[1] is params[0].grad
+    assert params[0].grad._use_count() == count + 1
+    params[0].grad = None
+    assert reader.read(held) == reader.MOVED | reader.RETYPED
+    written = torch.zeros(3, dtype=torch.int64)
+    reader.write_addresses(written.data_ptr())
+    assert written[:2].tolist() == [address, 0]
+    del held
+    assert of() is None
+    odd = TwoTensor(BASE, BASE).requires_grad_()
+    odd.grad = TwoTensor(BASE, BASE)
+    found = lists.gradients([params[0], odd])
+    assert isinstance(found, list) and found[1] is odd.grad and lists.absent(found) == [0]
+
+
+def test_a_torch_that_keeps_tensors_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.inference_mode():  # whoever imports hdet there
+        assert interface.find_interface() == interface.find_interface()
+    monkeypatch.setattr(interface, "_CPU", 0x01FF01)
+    with pytest.raises(ValueError, match="another way"):
+        interface.find_interface()
+    monkeypatch.setattr(interface, "_FUNCTIONS", {"no_such_function": None})
+    with pytest.raises(AttributeError):
+        interface.find_interface()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_negated_view_is_refused(backend: str) -> None:
-    """Its memory holds the opposite of what it stands for, and DLPack does not tell."""
+    """Its memory holds the opposite of what it stands for."""
     p = torch.zeros(3, device=device_of(backend))
     g = torch.ones_like(p)
     plan = kernels.step_plan(of_sgd([p]), backend)
-    for _ in range(2):
+    for steps in range(2):
         with pytest.raises(
             ValueError, match=r"gradient of parameter 0 is a negated view.*resolve_neg"
         ):
             plan.step([torch._neg_view(g)], SETTINGS)
-        assert p.tolist() == [0.0] * 3
-    plan.step([torch._neg_view(g).resolve_neg()], SETTINGS)
-    assert p.tolist() == [pytest.approx(0.1)] * 3
+        assert p.tolist() == [pytest.approx(0.1 * steps)] * 3
+        plan.step([torch._neg_view(g).resolve_neg()], SETTINGS)
 
 
 @pytest.mark.parametrize("uses", [(False, False), (True, False), (True, True)])

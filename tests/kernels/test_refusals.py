@@ -104,12 +104,10 @@ def test_a_tensor_that_no_kernel_reads(name: str, wrong: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "wrong", [wrong for wrong in WRONG if wrong != "negated"]
-)  # see test_gradients.py
+@pytest.mark.parametrize("wrong", WRONG)
 def test_gradients(backend: str, wrong: str) -> None:
     """In a step between two that work: what is noticed of gradients is kept from step to step
-    (csrc/gradients.h)."""
+    (csrc/tensors.h)."""
     spoil, error, message = WRONG[wrong]
 
     def spoiled(gradients: list[Any]) -> None:

@@ -170,28 +170,45 @@ def lists(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
     return module
 
 
-def test_lists_are_the_same_if_their_objects_are(lists: Any) -> None:
-    one, other = torch.ones(2), torch.ones(2)
-    same, contents, same_contents = lists.same, lists.contents, lists.same_contents
-    assert same([one, other], [one, other]) and same([], [])
-    for other_list in ([one, one], [one], [other, one]):
-        assert not same([one, other], other_list)
-    held = {"x": {"a": one}, "y": {}, "z": other}
-    known = contents(held)
-    assert same_contents(held, known)
-    assert not same_contents({"x": {"a": one}, "y": held["y"], "z": other}, known)
-    for key, value in (("x", {"a": one}), ("z", one), ("new", {})):
-        assert not same_contents({**held, key: value}, known)
-    assert not same_contents({"x": held["x"], "y": held["y"]}, known)
-    held["y"]["b"] = one
-    assert not same_contents(held, known)
-    assert lists.absent([one, None, other, None]) == [1, 3] and lists.absent([]) == []
-    tensors = [torch.ones(2), torch.ones(0)]
-    noted = lists.note_memory(tensors)
-    assert noted.same(list(tensors)) and not noted.same([one, tensors[1]]) and not noted.same([one])
-    params = [Parameter(one), Parameter(other)]
+def test_objects_are_the_same_in_the_same_memory(lists: Any) -> None:
+    one, other, both = torch.ones(2), torch.ones(2), [torch.ones(3), torch.ones(1)]
+    params, held = [one, other], {"x": {"a": one, "b": both}, "y": {}, one: 1.5}
+    noted = lists.NotedObjects([params, held])
+    same = lambda: noted.same([[one, other], held])
+    assert same() and lists.same(params, [one, other]) and not lists.same(params, [one, one])
+    for others in ([one, one], [one], [other, one], [one, other, one], []):
+        assert not noted.same([others, held])
+    assert not noted.same([params, dict(held)]) and not noted.same([params])
+    for inner, key, value in [
+        *((held, key, value) for key, value in (("x", {}), (one, 2.5), ("new", 1.5))),
+        *((held["x"], key, value) for key, value in (("a", other), ("b", both[:1]), ("c", 1))),
+        (held["y"], "new", 1),
+    ]:
+        before = dict(inner)
+        inner[key] = value
+        assert not same()
+        inner.clear()
+        inner.update(before)
+        assert same()
+    for tensor in (one, *both):
+        kept = tensor.data
+        for changed in (kept.clone(), kept[:0], kept.view(1, -1), kept.view(torch.int32)):
+            tensor.data = changed
+            assert not same()
+        tensor.data = kept
+        assert same()
+    wide = torch.empty([2] * 6)
+    noted = lists.NotedObjects([wide])
+    assert noted.same([wide])
+    assert not noted.same([wide.transpose_(4, 5)]) and noted.same([wide.transpose_(4, 5)])
+
+
+def test_gradients_and_versions_are_those_of_torch(lists: Any) -> None:
+    params = [Parameter(torch.ones(2)), Parameter(torch.ones(2)), Parameter(torch.ones(1))]
     params[1].grad = torch.ones(2)
-    found = lists.gradients(params)
-    assert found[0] is None and found[1] is params[1].grad
-    with pytest.raises(AttributeError):
-        lists.gradients([object()])
+    found, versions = lists.gradients(params), [p._version for p in params]
+    assert list(found) == [None, params[1].grad, None] and lists.absent(found) == [0, 2]
+    assert list(lists.chosen(found, [2, 1])) == [None, params[1].grad]
+    assert lists.chosen(found, [0, 1, 2]) is found
+    lists.bump_versions(params[1:])
+    assert [p._version for p in params] == [versions[0], versions[1] + 1, versions[2] + 1]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 from typing import Any
 
-import torch  # before _C: both then share torch's OpenMP runtime (cpu/dispatch.cpp)
+import torch  # noqa: F401  before _C: both then share torch's OpenMP runtime (cpu/dispatch.cpp)
 
 from ...rules import DIGEST
+from .interface import find_interface
 from .sources import digest_of
 
 try:
@@ -29,24 +29,11 @@ else:
         else None
     )
 
-_ASKED = ("data_ptr", "dtype", "layout", "device_type", "device_index", "dim", "sizes", "strides")
-
-
-def _interface() -> list[int]:
-    """In which word of its Python object a tensor has its implementation, and the addresses of
-    torch's functions that csrc/gradients.h calls."""
-    library = ctypes.CDLL(torch._C.__file__)  # finds what torch's libraries have, too
-    functions = [getattr(library, f"aoti_torch_get_{name}") for name in _ASKED]
-    probe = torch.empty(0, device="cpu")
-    words = (ctypes.c_size_t * (torch.Tensor.__basicsize__ // 8)).from_address(id(probe))
-    addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
-    return [words[:].index(probe._cdata), *addresses]
-
 
 def _torch() -> Any:
-    """_C.Torch; None without a native module, or where this torch has another interface."""
+    """_C.Torch; None without a native module, or where this torch keeps tensors in another way."""
     try:
-        return None if missing else _C.Torch(_interface())
+        return None if missing else _C.Torch(find_interface())
     except (AttributeError, OSError, ValueError):
         return None
 

@@ -53,6 +53,7 @@ def test_a_rule_of_each_kind_is_built() -> None:
         rule = ALL_RULES[name]
         found = {"moments": len(rule.moments), "coupled": rule.coupled, "signs": all(rule.signed)}
         found |= {"kept_if": rule.kept_if is None, "exact": bool(rule.exact)}
+        found |= {"sums": len(rule.trace.sums), "generic": rule.generic}
         return {*found.items(), ("gives_parameter", rule.gives_parameter)}
 
     assert set().union(*map(facts, ALL_RULES)) == set().union(*map(facts, RULES))
