@@ -113,7 +113,7 @@ def _of(kind: Make, weight_decay: float = 0.0, **settings: Any) -> Make:
 
 
 def _muon(model: GPT, **options: Any) -> torch.optim.Optimizer:
-    own = {"adamw_lr": 1e-2, "adamw_weight_decay": 0.1}
+    own: Any = {"adamw_lr": 1e-2, "adamw_weight_decay": 0.1, "ns_dtype": torch.float32}
     return hdet.FusedMuon(model.named_parameters(), **own, **options)
 
 

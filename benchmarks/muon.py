@@ -4,8 +4,8 @@ directions are to float64's; and ways of computing them. JSON lines.
 python -m benchmarks.muon [directions step ways products] [--width 384] [--blocks 12] [--tokens 0]
     [--device cpu|cuda] [--threads N] [--quick] [--json FILE]
 
-step         torch computes Newton-Schulz in bfloat16 on every device; hdet in float32 on a CPU,
-             where bfloat16 is slower, and in bfloat16 elsewhere ("ns_dtype"). The biases, the
+step         torch computes Newton-Schulz in bfloat16 on every device; hdet in "ns_dtype": the
+             default is float16 on GPUs and the faster of the two on a CPU. The biases, the
              norms, and the embeddings go through AdamW, torch's with fused=True. "newton_schulz_ms"
              is the part of hdet's step that products take, "whole_products_ms" the same with
              torch's products in the place of those that compute half of a symmetric one. On CUDA
@@ -13,8 +13,8 @@ step         torch computes Newton-Schulz in bfloat16 on every device; hdet in f
 directions   relative distances |O - exact| / |exact|, Frobenius; "steep": singular values fall by
              six orders of magnitude
 ways         Newton-Schulz in two types, step by step and two steps at a time on X X^T, and with the
-             coefficients of Polar Express; without the host on CUDA. "predicted": what decides:
-             if float16 is as fast and as near as that, it becomes the default on GPUs
+             coefficients of Polar Express; without the host on CUDA, where "predicted" is what
+             float16 is the default for
 products     on CUDA: halves of symmetric products of GPT-2 124M beside torch's whole ones
 """
 

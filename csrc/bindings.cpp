@@ -67,7 +67,8 @@ void define_plans(py::module_& m) {
          HDET_FIELD(control),     HDET_FIELD(partials),       HDET_FIELD(grad_scale),
          HDET_FIELD(found_inf),   HDET_FIELD(carried),        HDET_FIELD(num_carried),
          HDET_FIELD(emas),        HDET_FIELD(num_emas),       HDET_FIELD(ema_settings),
-         HDET_FIELD(ema_rows)});
+         HDET_FIELD(ema_rows),    HDET_FIELD(sums),           HDET_FIELD(num_sums),
+         HDET_FIELD(spans)});
   }
   {
     using Plan = hdet::AveragePlan;
@@ -137,10 +138,10 @@ void define_cuda(py::module_& m) {
 #endif
 
 // Of all tensors of a step.
-int known_of(const std::vector<int32_t>& formats) {
-  const auto known = [](int32_t one) { return hdet::known_of(hdet::unpack_formats(one)); };
+int known_of(const std::vector<int64_t>& formats) {
+  const auto known = [](int64_t one) { return hdet::known_of(hdet::unpack_formats(one)); };
   const auto first = formats.empty() ? hdet::Known::none : known(formats.front());
-  const auto same = [&](int32_t one) { return known(one) == first; };
+  const auto same = [&](int64_t one) { return known(one) == first; };
   return static_cast<int>(std::all_of(formats.begin(), formats.end(), same) ? first
                                                                             : hdet::Known::none);
 }

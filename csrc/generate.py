@@ -8,26 +8,28 @@ hdet/__init__.pyi, which are committed; tests/kernels/test_rules.py prints them 
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hdet.rules import COUPLED, DIGEST, RULES, Rule, StepSettings
-from hdet.rules.trace import Scalar, Tensor, walk
+from hdet.rules import COUPLED, DIGEST, RULES, SCALARS, Rule, StepSettings
+from hdet.rules.trace import Scalar, Tensor, parts, walk
 
 HEADER, MODULE = ROOT / "csrc/core/rules.h", ROOT / "triton_kernels/rules.py"
 CLASSES, STUB = ROOT / "hdet/optim/classes.py", ROOT / "hdet/__init__.pyi"
 NOTE = "Printed by csrc/generate.py from hdet/rules: change that, and print again."
 FIELDS = [name for name in StepSettings._fields if name != "multipliers"]
 INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
+MOST_MOMENTS = max(len(rule.moments) for rule in RULES.values())
+MOST_SUMS = max(len(rule.trace.sums) for rule in RULES.values())
 
 
 def bare(text: str) -> str:
@@ -50,7 +52,7 @@ class Language:
 
     def __init__(self) -> None:
         self.named: dict[Scalar, str] = {}
-        """scalars that have been printed"""
+        """scalars that have been printed, or are found before"""
 
     def number(self, x: float) -> str:
         raise NotImplementedError
@@ -64,6 +66,8 @@ class Language:
             return self.number(float(s.args[0]))  # type: ignore[arg-type]
         if s.op in ("setting", "step", "rate"):
             return f"h.{s.args[0]}" if s.args else s.op
+        if s.op == "elements":
+            return "whole.elements"
         if s in self.named:
             return self.named[s]
         args = [self.scalar(arg) for arg in s.args]  # type: ignore[arg-type]
@@ -79,18 +83,20 @@ class Language:
     def scalars(self, rule: Rule) -> tuple[dict[str, str], list[str]]:
         """What is long, by its name; and what elements meet."""
         lines = {}
-        for node in (part for s in rule.trace.scalars for part in _parts(s)):
-            if node.op in ("exp", "log") and node not in self.named:
+        for i, one in enumerate(rule.trace.sums):
+            self.named[Scalar("sum", (one,))] = f"whole.sums[{i}]"
+        for node in (part for s in rule.trace.scalars for part in parts(s)):
+            is_mean = node.args[1:] == (Scalar("elements"),)
+            if (node.op in ("exp", "log") or is_mean) and node not in self.named:
                 name = f"e{len(lines)}"
                 lines[name] = bare(self.scalar(node))
                 self.named[node] = name
         return lines, [bare(self.scalar(s)) for s in rule.trace.scalars]
 
-    def statements(self, rule: Rule) -> tuple[dict[str, str], list[str]]:
-        """What is used more than once, by its name; and u and the new moments, which have names
-        unless they are used once."""
+    def statements(self, rule: Rule, results: Sequence[Tensor]) -> tuple[dict[str, str], list[str]]:
+        """What is used more than once, by its name; and the results, which have names unless they
+        are used once."""
         traced = rule.trace
-        results = [traced.direction, *traced.moments]
         nodes = {node for result in results for node in walk(result)}
         used = Counter([*results, *(arg for node in nodes for arg in node.args)])
         names: dict[Tensor, str] = {}
@@ -117,12 +123,6 @@ class Language:
         return lines, [bare(text(node)) for node in results]
 
 
-def _parts(s: Scalar) -> list[Scalar]:
-    """All scalars of a tree, arguments first."""
-    parts = [_parts(arg) for arg in s.args if isinstance(arg, Scalar)]
-    return [*chain.from_iterable(parts), s]
-
-
 def _operation(op: str, args: list[str], calls: dict[str, str]) -> str:
     if op in INFIX and op not in calls:
         return f"({args[0]} {INFIX[op]} {args[1]})"
@@ -135,59 +135,85 @@ class Cpp(Language):
     row_format = "s{}"
 
     def number(self, x: float) -> str:
-        return repr(x)
+        return repr(x) if math.isfinite(x) else "__builtin_huge_val()"
 
     def chosen(self, condition: str, a: str, b: str) -> str:
         return f"({condition} ? {a} : {b})"
 
     def rule(self, rule: Rule) -> str:
-        lines, (u, *moments) = self.statements(rule)
-        _, param, *names = rule.trace.inputs
+        traced = rule.trace
+        lines, (u, *moments) = self.statements(rule, (traced.direction, *traced.moments))
+        names = traced.inputs[2:]
         outs = dict(zip(names, moments, strict=True))
         named, scalars = self.scalars(rule)
-        divisor = bare(self.scalar(rule.trace.divisor))
+        divisor = bare(self.scalar(traced.divisor))
         facts = {
             "kSquares": not all(rule.signed),
             "kCoupled": rule.coupled,
             "kMayLackMoments": rule.kept_if is not None,
             "kGivesParameter": rule.gives_parameter,
+            "kExact": bool(rule.exact),
+            "kGeneric": rule.generic,
         }
         signed = sum(one << j for j, one in enumerate(rule.signed))
         exact = sum((name in rule.exact) << j for j, name in enumerate(rule.moments))
-        param = param if rule.coupled else f"/*{param}*/"
         news = {f"new_{name}": text for name, text in outs.items() if text not in lines}
         stored = [text if text in lines else f"new_{name}" for name, text in outs.items()]
+        made = {**lines, **news, "u": u}
+        note = "  // no kernels of its own" if rule.generic else ""
         return f"""\
-struct {_class(rule.name)} {{
-  static constexpr int kMoments = {len(moments)};
+struct {_class(rule.name)} {{{note}
+  static constexpr int kMoments = {len(moments)}, kSums = {len(traced.sums)};
   static constexpr bool {", ".join(f"{name} = {str(x).lower()}" for name, x in facts.items())};
   HDET_HD constexpr bool is_signed(int moment) {{ return ({signed} >> moment & 1) != 0; }}
   HDET_HD constexpr bool is_exact(int moment) {{ return ({exact} >> moment & 1) != 0; }}
 
-  HDET_HD void derive({_parameters([*named.values(), *scalars], "rate")}, float* s) {{
+  HDET_HD void derive({_parameters([*named.values(), *scalars], "rate", "whole.")}, float* s) {{
 {_lines(f"    const double {name} = {text};" for name, text in named.items())}\
 {_lines(f"    s[{i}] = static_cast<float>({text});" for i, text in enumerate(scalars))}  }}
   HDET_HD double divisor({_parameters([divisor])}) {{
     return {divisor};
   }}
 
-  template <class Moments>
-  HDET_HD float direction(const HyperRow& row, float g, float {param}, const Moments& moments) {{
-    const float {", ".join(f"s{i} = row.s[{i}]" for i in range(len(scalars)))};
-    const float {", ".join(f"{name} = moments[{j}]" for j, name in enumerate(outs))};
-{_lines(f"    const float {n} = {text};" for n, text in {**lines, **news, "u": u}.items())}\
+{self.elements(rule, "float direction", "", made.values())}\
+{_lines(f"    const float {n} = {text};" for n, text in made.items())}\
 {_lines(f"    moments[{j}] = {text};" for j, text in enumerate(stored))}\
     return u;
   }}
-}};
+{self.terms(rule)}}};
+"""
+
+    def elements(self, rule: Rule, name: str, more: str, texts: Iterable[str]) -> str:
+        """The head of a function of one element, and what `texts` read."""
+        read = set(re.findall(r"\b\w+\b", " ".join(texts)))
+        g, param, *moments = rule.trace.inputs
+        scalars = [f"s{i}" for i in range(len(rule.trace.scalars)) if f"s{i}" in read]
+        inputs = {one: f"moments[{j}]" for j, one in enumerate(moments) if one in read}
+        taken = ", ".join(f"float {one if one in read else f'/*{one}*/'}" for one in (g, param))
+        loads = [[f"{s} = row.s[{s[1:]}]" for s in scalars], map(" = ".join, inputs.items())]
+        return f"""\
+  template <class Moments>
+  HDET_HD {name}(const HyperRow& row, {taken}, const Moments& moments{more}) {{
+{_lines(f"    const float {', '.join(line)};" for line in loads)}"""
+
+    def terms(self, rule: Rule) -> str:
+        if not rule.trace.sums:
+            return ""
+        lines, terms = self.statements(rule, rule.trace.sums)
+        return f"""
+{self.elements(rule, "void terms", ", float* terms", [*lines.values(), *terms])}\
+{_lines(f"    const float {n} = {text};" for n, text in lines.items())}\
+{_lines(f"    terms[{i}] = {text};" for i, text in enumerate(terms))}\
+  }}
 """
 
     def file(self) -> str:
+        late = [rule for rule in RULES.values() if rule.first_step > 1]
         numbers = ", ".join(f"{name} = {i}" for i, name in enumerate(RULES))
         scalars, divisor, each = (
             _lines(f"    case Rule::{name}: return {call(_class(name))};" for name in RULES)
             for call in (
-                "{}::derive(h, step, rate, s)".format,
+                "{}::derive(h, step, rate, whole, s)".format,
                 "{}::divisor(h, step)".format,
                 "call({}{{}})".format,
             )
@@ -197,10 +223,11 @@ struct {_class(rule.name)} {{
 //
 // Of each rule: how many moments it keeps, which have a sign, which are float32 in any case, and
 // whether some, averages of squares, have no sign; whether decay is part of its gradient, whether
-// moments may be missing, and whether it gives the new parameter in the place of u; what of the
-// host's settings its elements meet (derive) and what the rate is divided by, in double; and new
-// moments and the direction u of one element. `g` is scaled (HyperRow::gradient_scale); `p` is 0
-// where several replicas share u.
+// moments may be missing, whether it gives the new parameter in the place of u, and whether it has
+// no CUDA kernels of its own; what of the host's settings its elements meet (derive) and what the
+// rate is divided by, in double; new moments and the direction u of one element; and of a rule that
+// asks for sums over a tensor what is summed (terms). `g` is scaled (HyperRow::gradient_scale); `p`
+// is 0 where several replicas share u.
 #pragma once
 
 #include "arithmetic.h"
@@ -216,14 +243,32 @@ struct GroupSettings {{
   double {", ".join(FIELDS)};
 }};
 
+// What all replicas of a tensor share, in loads of 16 bytes.
+struct alignas(16) HyperRow {{
+  float gradient_scale;  // sign, unscaling and clipping in one factor
+  uint32_t step;         // from 1; part of the key of random numbers
+  float s[{SCALARS}];  // what the rule's elements meet, as its derive() says
+}};
+
+// What a pass over a tensor has found before a step.
+constexpr int kMostMoments = {MOST_MOMENTS}, kMostSums = {MOST_SUMS};
+struct Whole {{
+  double elements, sums[kMostSums];
+}};
+
 {chr(10).join(map(self.rule, RULES.values()))}
 HDET_HD constexpr bool is_coupled(Rule rule) {{
   return {" || ".join(f"rule == Rule::{name}" for name in COUPLED)};
 }}
 
+// The first step that changes parameters.
+HDET_HD constexpr uint32_t first_step(Rule rule) {{
+  return {"".join(f"rule == Rule::{r.name} ? {r.first_step} : " for r in late)}1;
+}}
+
 // `rate`: of replica 0.
 HDET_HD void derive_scalars(
-    Rule rule, const GroupSettings& h, uint32_t step, double rate, float* s) {{
+    Rule rule, const GroupSettings& h, uint32_t step, double rate, const Whole& whole, float* s) {{
   switch (rule) {{
 {scalars}  }}
   HDET_UNREACHABLE
@@ -249,13 +294,14 @@ HDET_HD auto with_rule(Rule rule, const Call& call) {{
 
 
 def _parameters(texts: list[str], *more: str) -> str:
-    """Of what is derived: names that no text reads are comments. `more`: numbers."""
+    """Of what is derived: names that no text reads are comments."""
     names = [
         name if any(name in text for text in texts) else f"/*{name}*/"
         for name in ("h.", "step", *more)
     ]
-    types = ["const GroupSettings&", "uint32_t", *("double" for _ in more)]
-    return ", ".join(f"{t} {n}" for t, n in zip(types, names, strict=True)).replace("h.", "h")
+    kinds = {"h.": "const GroupSettings&", "step": "uint32_t", "whole.": "const Whole&"}
+    types = [kinds.get(name, "double") for name in ("h.", "step", *more)]
+    return ", ".join(f"{t} {n.replace('.', '')}" for t, n in zip(types, names, strict=True))
 
 
 class Triton(Language):
@@ -264,30 +310,40 @@ class Triton(Language):
     row_format = "s[{}]"
 
     def number(self, x: float) -> str:
-        return f"f64({x!r})"
+        return f"f64({x!r})" if math.isfinite(x) else 'f64(float("inf"))'
 
     def chosen(self, condition: str, a: str, b: str) -> str:
         return f"tl.where({bare(condition)}, {bare(a)}, {bare(b)})"
 
     def rule(self, rule: Rule) -> str:
-        lines, results = self.statements(rule)
         named, scalars = self.scalars(rule)
+        traced = rule.trace
+        terms = f"\n{self.elements(f'{rule.name}_terms', rule, traced.sums)}" if traced.sums else ""
         return f"""\
 @triton.jit
-def {rule.name}_scalars(h, step, rate, s, live):
+def {rule.name}_scalars(h, step, rate, whole, s, live):
 {_lines(f"    {name} = {text}" for name, text in named.items())}\
 {_lines(map(_put, range(len(scalars)), scalars))}
+{self.elements(rule.name, rule, (traced.direction, *traced.moments))}{terms}"""
 
+    def elements(self, name: str, rule: Rule, results: Sequence[Tensor]) -> str:
+        """A function of elements."""
+        lines, texts = self.statements(rule, results)
+        result = f"({texts[0]},)" if len(texts) == 1 else ", ".join(texts)
+        if len(result) > 89:
+            lines["u"], texts[0] = texts[0], "u"
+            result = ", ".join(texts)
+        return f"""
 @triton.jit
-def {rule.name}(row, {", ".join(rule.trace.inputs)}):
+def {name}(row, {", ".join(rule.trace.inputs)}):
     s = row.s
-{_lines(f"    {name} = {text}" for name, text in lines.items())}\
-    return {", ".join(results)}
+{_lines(_broken(f"    {name} = {text}") for name, text in lines.items())}\
+    return {result}
 """
 
-    def branches(self, call: Callable[[Rule], str]) -> str:
+    def branches(self, call: Callable[[Rule], str], rules: Iterable[Rule] = RULES.values()) -> str:
         names: dict[str, list[str]] = {}
-        for name, rule in RULES.items():
+        for name, rule in ((rule.name, rule) for rule in rules):
             names.setdefault(call(rule), []).append(f'RULE == "{name}"')
 
         def test(found: list[str]) -> str:
@@ -300,9 +356,11 @@ def {rule.name}(row, {", ".join(rule.trace.inputs)}):
         return f'    {"    el".join(branches)}    else:\n        tl.static_assert(False, "no rule")'
 
     def file(self) -> str:
-        def step(rule: Rule) -> str:
+        def step(rule: Rule, function: str = "") -> str:
             moments = ", ".join(f"moments[{j}]" for j in range(len(rule.moments)))
-            return f"result = {rule.name}(row, g, p, {moments})"
+            return f"result = {rule.name}{function}(row, g, p, {moments})"
+
+        summing = [rule for rule in RULES.values() if rule.trace.sums]
 
         loads = (f"        tl.load(source + {i}, mask=live, other=0)," for i in range(len(FIELDS)))
         return f'''\
@@ -316,9 +374,19 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arithmetic import add_weighted, exp, f64, lerp, log, power, sign
+from .arithmetic import add_weighted, clip, exp, f64, lerp, log, power, sign
 
 GROUP_SETTINGS = tl.constexpr({len(FIELDS)})
+SCALARS = tl.constexpr({SCALARS})
+HYPER_ROW = tl.constexpr({2 + SCALARS})
+"""numbers of 4 bytes in a row"""
+
+
+class Whole(NamedTuple):
+    """What a pass over a tensor has found before a step, in float64."""
+
+    elements: tl.tensor
+    sums: tuple
 
 
 @triton.jit
@@ -341,9 +409,9 @@ def load_settings(source, live):
 {(2 * chr(10)).join(map(self.rule, RULES.values()))}
 
 @triton.jit
-def store_scalars(h, step, rate, s, live, RULE: tl.constexpr):
+def store_scalars(h, step, rate, whole, s, live, RULE: tl.constexpr):
     """What of the settings a rule's elements meet."""
-{self.branches(lambda rule: f"{rule.name}_scalars(h, step, rate, s, live)")}
+{self.branches(lambda rule: f"{rule.name}_scalars(h, step, rate, whole, s, live)")}
 
 
 @triton.jit
@@ -358,15 +426,22 @@ def direction(row, g, p, moments, RULE: tl.constexpr):
     """u and the new moments. `g` is scaled; `p` is 0 where replicas share u."""
 {self.branches(step)}
     return result
+
+
+@triton.jit
+def terms(row, g, p, moments, RULE: tl.constexpr):
+    """What a rule asks the sums of."""
+{self.branches(lambda rule: step(rule, "_terms"), summing)}
+    return result
 '''
 
 
 def _wrapped(text: str) -> str:
-    """Lines of C++ in 100 columns, broken at spaces, but not beside =."""
+    """Lines of C++ in 100 columns, broken at spaces, but not beside = nor after a type."""
 
     def wrapped(line: str) -> str:
         indent = " " * (len(line) - len(line.lstrip()) + 4)
-        glued = line.replace(" = ", "\0=\0")
+        glued = re.sub(r"(?<=\w[&*]) ", "\0", line.replace(" = ", "\0=\0"))
         parts = textwrap.wrap(glued, 100, subsequent_indent=indent, break_on_hyphens=False)
         return "\n".join(parts).replace("\0", " ")
 

@@ -36,8 +36,13 @@ from .optim import FusedMuon as FusedMuon
 from .optim import hidden_matrices as hidden_matrices
 from .optim.classes import FusedAdam as FusedAdam
 from .optim.classes import FusedAdamW as FusedAdamW
+from .optim.classes import FusedAdan as FusedAdan
 from .optim.classes import FusedAdEMAMix as FusedAdEMAMix
+from .optim.classes import FusedADOPT as FusedADOPT
+from .optim.classes import FusedCautiousAdamW as FusedCautiousAdamW
+from .optim.classes import FusedCautiousLion as FusedCautiousLion
 from .optim.classes import FusedLion as FusedLion
+from .optim.classes import FusedMARS as FusedMARS
 from .optim.classes import FusedNAdamW as FusedNAdamW
 from .optim.classes import FusedScheduleFreeAdamW as FusedScheduleFreeAdamW
 from .optim.classes import FusedSGD as FusedSGD

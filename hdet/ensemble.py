@@ -425,7 +425,7 @@ class Ensemble:
         self._guard.check_whole()
         self._cycles.check_at_rest("state_dict")
         self._schedule.check_unwritten()
-        if self._cycles.can_part and self._cycles.has_begun and not self.in_sync:
+        if self._cycles.can_differ and self._cycles.has_begun and not self.in_sync:
             warn(
                 "saving in the middle of a cycle: this replica's parameters are not the average; "
                 "call converge() on all ranks first"
@@ -459,7 +459,7 @@ class Ensemble:
     def shares_gradients_after(self, state: Any) -> bool:
         """Once this state is loaded, do all replicas step with one gradient? Raises ValueError for
         one that does not say."""
-        return self.sync.gradients != "local" or not self._engine.may_part_after(state)
+        return self.sync.gradients != "local" or not self._engine.may_differ_after(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a run, on all ranks alike. Load parameters, buffers and optimizer too, in any

@@ -24,7 +24,7 @@ LOWEST_RATE, HIGHEST_RATE = -1e-9, 1e30
 """Rounding may leave a little less than 0 at the end of a schedule."""
 STATE = "the ensemble's state"
 T = TypeVar("T")
-SAME = 0.01
+TOLERANCE = 0.01
 """Two rates that differ by this part of them are the same: one may have been rounded."""
 
 
@@ -240,8 +240,8 @@ class Schedule:
         for knob in self._moved:
             for now, peak in zip(knob.scheduled, knob.peaks(), strict=True):
                 own = next(expected, None)
-                is_other = own is not None and abs(float(now) - own) > SAME * own + 1e-6 * peak
-                if knob.key == "lr" and (is_other or float(now) > (1 + SAME) * peak):
+                is_other = own is not None and abs(float(now) - own) > TOLERANCE * own + 1e-6 * peak
+                if knob.key == "lr" and (is_other or float(now) > (1 + TOLERANCE) * peak):
                     said = f"{own:g} in this step" if is_other else f"at most {peak:g}"
                     return self.doubt or f"it is {float(now):g}, and a copy of its schedule {said}"
         return self.doubt

@@ -25,7 +25,7 @@ __all__ = ["Course", "apply_factor", "has_begun", "simulate", "simulate_rates"]
 
 UNKNOWN = 10_000
 """Steps that are simulated where the length of the run is not known."""
-SAME = 1e-6
+ROUNDING = 1e-6
 """Values that differ by this part of them are one peak, with other roundings."""
 COMPARED = 1000
 """First steps whose values are kept, to be compared with those of the run."""
@@ -220,7 +220,7 @@ def _run(
                     return Course(highest, lowest, peak_steps, rows)
         row = read()
         for i, value in enumerate(row):
-            if value > highest[i] + SAME * abs(highest[i]):
+            if value > highest[i] + ROUNDING * abs(highest[i]):
                 peak_steps[i] = step
         highest, lowest = list(map(max, highest, row)), list(map(min, lowest, row))
         if step < COMPARED:

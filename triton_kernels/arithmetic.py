@@ -8,21 +8,17 @@ import triton.language as tl
 
 
 class HyperRow(NamedTuple):
-    """What all replicas share, as csrc/core/hyper.h has it: numbers of 32 bits."""
+    """What all replicas share, as csrc/core/rules.h has it: numbers of 32 bits."""
 
     gradient_scale: tl.tensor
     step: tl.tensor  # uint32
     s: tuple  # what the rule's elements meet
 
 
-HYPER_ROW = tl.constexpr(12)
-"""numbers of 4 bytes in a row"""
-
-
 @triton.jit
-def load_row(row):
+def load_row(row, SCALARS: tl.constexpr):
     s = ()
-    for i in tl.static_range(2, 12):
+    for i in tl.static_range(2, 2 + SCALARS):
         s = s + (tl.load(row + i),)
     return HyperRow(tl.load(row), tl.load(row + 1).to(tl.uint32, bitcast=True), s)
 
@@ -88,6 +84,12 @@ def add_weighted(total, weight, x):
 def sign(x):
     """-1, 0 or 1; 0 for NaN."""
     return (x > 0).to(tl.float32) - (x < 0).to(tl.float32)
+
+
+@triton.jit
+def clip(x, low, high):
+    """Within limits; NaN stays NaN."""
+    return tl.where(x < low, low, tl.where(x > high, high, x))
 
 
 @triton.jit

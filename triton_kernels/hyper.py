@@ -8,8 +8,8 @@ counters, rates, scaler and norm on the host either.
 import triton
 import triton.language as tl
 
-from .arithmetic import HYPER_ROW, exp, f64, log
-from .rules import GROUP_SETTINGS, divisor, load_settings, store_scalars
+from .arithmetic import exp, f64, log
+from .rules import GROUP_SETTINGS, HYPER_ROW, Whole, divisor, load_settings, store_scalars
 
 CALL_SETTINGS, EMA_SETTINGS = tl.constexpr(1), tl.constexpr(5)
 
@@ -46,11 +46,13 @@ def derive_control(
 
 
 @triton.jit
-def rate_of(rates, group, lr, live):
-    """Of each tensor. `rates` holds addresses; a rate of address 0 is in the settings."""
+def rate_of(rates, group, lr, step, live, FIRST: tl.constexpr):
+    """Of each tensor; 0 before the step with number FIRST. `rates` holds addresses; a rate of
+    address 0 is in the settings."""
     address = tl.load(rates + group, mask=live, other=0)
     rate = tl.load(address.to(tl.pointer_type(tl.float32)), mask=address != 0, other=0)
-    return tl.where(address != 0, rate.to(tl.float64), lr)
+    rate = tl.where(address != 0, rate.to(tl.float64), lr)
+    return tl.where(step < FIRST, f64(0.0), rate)
 
 
 @triton.jit
@@ -103,6 +105,8 @@ def derive(
     EMAS: tl.constexpr,
     RULE: tl.constexpr,
     COUPLED: tl.constexpr,
+    FIRST: tl.constexpr,
+    SUMS: tl.constexpr,
     TENSORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -123,12 +127,16 @@ def derive(
     group = tl.load(groups + tensor, mask=live, other=0)
     step = count.to(tl.uint32) + 1
     h = load_settings(settings + CALL_SETTINGS + group * GROUP_SETTINGS, live)
-    lr = rate_of(rates, group, h.lr, live)
+    lr = rate_of(rates, group, h.lr, step, live, FIRST)
     row = rows + tensor * HYPER_ROW
     tl.store(row, tl.where(h.maximize != 0, -gradient_scale, gradient_scale), mask=live)
     tl.store(row + 1, step.to(tl.float32, bitcast=True), mask=live)
     rho = settings + CALL_SETTINGS + num_groups * GROUP_SETTINGS + group * num_replicas
-    store_scalars(h, step, lr * tl.load(rho, mask=live, other=0), row + 2, live, RULE)
+    rate = lr * tl.load(rho, mask=live, other=0)
+    nothing = ()  # the sums come later, and all this again: see derive_again
+    for _ in tl.static_range(SUMS):
+        nothing = nothing + (f64(0.0),)
+    store_scalars(h, step, rate, Whole(f64(1.0), nothing), row + 2, live, RULE)
     divided_by = divisor(h, step, RULE)
     for k in range(num_replicas):
         target = replica_rows + (tensor * num_replicas + k) * 2
@@ -148,3 +156,43 @@ def derive(
             row = ema_rows + (tensor * EMAS + j) * 2
             derive_ema(ema_settings + j * EMA_SETTINGS, count.to(tl.uint32) + 1, row, live)
         tl.store(seen, count + 1, mask=live & (tensor < tl.where(skip, 0, num_tensors)))
+
+
+@triton.jit(do_not_specialize=["longest", "num_groups", "num_replicas"])
+def derive_again(
+    gradients,
+    settings,
+    rates,
+    spans,  # [tensor]: the number of its first chunk, and its elements
+    sums,  # [chunk][SUMS]
+    longest,  # elements of a chunk
+    groups,
+    rows,
+    num_groups,
+    num_replicas,
+    RULE: tl.constexpr,
+    FIRST: tl.constexpr,
+    SUMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What of a tensor's row depends on sums over it; a program for each."""
+    first = tl.load(spans + 2 * tl.program_id(0))
+    elements = tl.load(spans + 2 * tl.program_id(0) + 1)
+    count = (elements + longest - 1) // longest
+    if elements > 0:
+        found = ()
+        for j in tl.static_range(SUMS):
+            total = tl.zeros((BLOCK,), tl.float64)
+            for start in range(0, count, BLOCK):
+                i = start + tl.arange(0, BLOCK)
+                total += tl.load(sums + (first + i) * SUMS + j, mask=i < count, other=0.0)
+            found = found + (tl.sum(total, 0),)
+        tensor = tl.program_id(0) + tl.arange(0, 1)
+        live = tl.load(gradients + tensor) != 0
+        group = tl.load(groups + tensor)
+        row = rows + tensor * HYPER_ROW
+        step = tl.load(row + 1).to(tl.uint32, bitcast=True)
+        h = load_settings(settings + CALL_SETTINGS + group * GROUP_SETTINGS, live)
+        rho = tl.load(settings + CALL_SETTINGS + num_groups * GROUP_SETTINGS + group * num_replicas)
+        rate = rate_of(rates, group, h.lr, step, live, FIRST) * rho
+        store_scalars(h, step, rate, Whole(elements.to(tl.float64), found), row + 2, live, RULE)

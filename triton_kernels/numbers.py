@@ -19,6 +19,8 @@ CODE_BLOCK = tl.constexpr(256)
 """elements that share a scale"""
 SPLIT = tl.constexpr(2)
 """a master that is the lower half of a bfloat16 parameter, 16 bits as well"""
+SPLIT24 = tl.constexpr(4)
+"""a master that is the first 8 bits of it"""
 
 
 @triton.jit
@@ -83,6 +85,21 @@ def lower_half(x):
 
 
 @triton.jit
+def to_24(x, random):
+    """To the 24 bits of SPLIT24, up with the probability of what is cut off. `random` is uniform in
+    0 .. 255."""
+    bits = bits_of(x)
+    special = (bits & 0x7F800000) == 0x7F800000
+    return float_of(tl.where(special, bits, (bits + random) & 0xFFFFFF00).to(tl.uint32))
+
+
+@triton.jit
+def half_of_24(x):
+    """In the place of random bits it rounds to nearest, ties to even."""
+    return 0x7F + ((bits_of(x) >> 8) & 1)
+
+
+@triton.jit
 def pointer(address, element, FORMAT: tl.constexpr, VECTOR: tl.constexpr):
     """To one element of a tensor: the start of a chunk, whose offset in bytes is a multiple of
     16."""
@@ -141,6 +158,9 @@ def load_parameter(param, master, offsets, mask, PARAM: tl.constexpr, MASTER: tl
             tl.load(param + offsets, mask=mask, other=0),
             tl.load(master + offsets, mask=mask, other=0),
         )
+    elif MASTER == SPLIT24:
+        lower = tl.load(master + offsets, mask=mask, other=0).to(tl.uint16) << 8
+        return join(tl.load(param + offsets, mask=mask, other=0), lower)
     else:
         return load(param, offsets, mask, PARAM)
 
@@ -153,6 +173,10 @@ def store_parameter(param, master, offsets, mask, x, PARAM: tl.constexpr, MASTER
     elif MASTER == SPLIT:
         tl.store(param + offsets, upper_half(x), mask=mask)
         tl.store(master + offsets, lower_half(x), mask=mask)
+    elif MASTER == SPLIT24:
+        x = to_24(x, half_of_24(x))
+        tl.store(param + offsets, upper_half(x), mask=mask)
+        tl.store(master + offsets, (lower_half(x) >> 8).to(tl.uint8), mask=mask)
     else:
         store(param, offsets, mask, x, PARAM)
 

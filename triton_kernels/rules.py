@@ -8,9 +8,19 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arithmetic import add_weighted, exp, f64, lerp, log, power, sign
+from .arithmetic import add_weighted, clip, exp, f64, lerp, log, power, sign
 
-GROUP_SETTINGS = tl.constexpr(16)
+GROUP_SETTINGS = tl.constexpr(17)
+SCALARS = tl.constexpr(14)
+HYPER_ROW = tl.constexpr(16)
+"""numbers of 4 bytes in a row"""
+
+
+class Whole(NamedTuple):
+    """What a pass over a tensor has found before a step, in float64."""
+
+    elements: tl.tensor
+    sums: tuple
 
 
 @triton.jit
@@ -36,6 +46,7 @@ class Settings(NamedTuple):
     alpha: tl.tensor
     t_alpha: tl.tensor
     t_beta3: tl.tensor
+    gamma: tl.tensor
     average: tl.tensor
 
 
@@ -59,11 +70,12 @@ def load_settings(source, live):
         tl.load(source + 13, mask=live, other=0),
         tl.load(source + 14, mask=live, other=0),
         tl.load(source + 15, mask=live, other=0),
+        tl.load(source + 16, mask=live, other=0),
     )
 
 
 @triton.jit
-def adamw_scalars(h, step, rate, s, live):
+def adamw_scalars(h, step, rate, whole, s, live):
     put(f64(1.0) - h.beta1, s + 0, live)
     put(h.beta1, s + 1, live)
     put(h.beta2, s + 2, live)
@@ -81,7 +93,7 @@ def adamw(row, g, p, m, v):
 
 
 @triton.jit
-def adam_scalars(h, step, rate, s, live):
+def adam_scalars(h, step, rate, whole, s, live):
     put(h.weight_decay, s + 0, live)
     put(f64(1.0) - h.beta1, s + 1, live)
     put(h.beta1, s + 2, live)
@@ -101,7 +113,35 @@ def adam(row, g, p, m, v):
 
 
 @triton.jit
-def ademamix_scalars(h, step, rate, s, live):
+def adan_scalars(h, step, rate, whole, s, live):
+    put(f64(1.0) - h.beta1, s + 0, live)
+    put(h.beta1, s + 1, live)
+    put(f64(1.0) / (f64(1.0) - power(h.beta1, step)), s + 2, live)
+    put(tl.where(step <= f64(1.0), f64(0.0), f64(1.0)), s + 3, live)
+    put(f64(1.0) - h.beta2, s + 4, live)
+    put(h.beta2, s + 5, live)
+    put(h.beta2 / (f64(1.0) - power(h.beta2, step)), s + 6, live)
+    put(h.beta3, s + 7, live)
+    put(f64(1.0) - h.beta3, s + 8, live)
+    put(f64(1.0) / tl.sqrt(f64(1.0) - power(h.beta3, step)), s + 9, live)
+    put(h.eps, s + 10, live)
+    put(f64(-1.0), s + 11, live)
+
+
+@triton.jit
+def adan(row, g, p, m, d, n, before):
+    s = row.s
+    t0 = lerp(m, g, s[0], s[1])
+    t1 = (g + before) * s[3]
+    t2 = lerp(d, t1, s[4], s[5])
+    t3 = g + (t1 * s[5])
+    t4 = (n * s[7]) + ((t3 * s[8]) * t3)
+    u = tl.div_rn((t0 * s[2]) + (t2 * s[6]), (tl.sqrt_rn(t4) * s[9]) + s[10])
+    return u, t0, t2, t4, g * s[11]
+
+
+@triton.jit
+def ademamix_scalars(h, step, rate, whole, s, live):
     e0 = log(h.beta1)
     e1 = log(h.beta3)
     e2 = exp((e0 * e1) / (e1 + ((e0 - e1) * (step / h.t_beta3))))
@@ -127,7 +167,62 @@ def ademamix(row, g, p, m, slow, v):
 
 
 @triton.jit
-def lion_scalars(h, step, rate, s, live):
+def adopt_scalars(h, step, rate, whole, s, live):
+    put(step <= f64(1.0), s + 0, live)
+    put(h.eps, s + 1, live)
+    put(f64(float("inf")), s + 2, live)
+    put(f64(0.0) - tl.sqrt(tl.sqrt(step - f64(1.0))), s + 3, live)
+    put(tl.sqrt(tl.sqrt(step - f64(1.0))), s + 4, live)
+    put(f64(1.0) - h.beta1, s + 5, live)
+    put(h.beta1, s + 6, live)
+    put(tl.where(step <= f64(1.0), f64(0.0), h.beta2), s + 7, live)
+    put(f64(1.0) - tl.where(step <= f64(1.0), f64(0.0), h.beta2), s + 8, live)
+
+
+@triton.jit
+def adopt(row, g, p, m, v):
+    s = row.s
+    t0 = tl.where(
+        s[0] != 0,
+        m,
+        lerp(m, clip(tl.div_rn(g, clip(tl.sqrt_rn(v), s[1], s[2])), s[3], s[4]), s[5], s[6]),
+    )
+    return t0, t0, (v * s[7]) + ((g * s[8]) * g)
+
+
+@triton.jit
+def cautious_adamw_scalars(h, step, rate, whole, s, live):
+    e0 = whole.sums[0] / whole.elements
+    put(f64(1.0) - h.beta1, s + 0, live)
+    put(h.beta1, s + 1, live)
+    put(f64(0.0), s + 2, live)
+    put(f64(1.0), s + 3, live)
+    put(f64(1.0) / tl.where(e0 <= f64(0.001), f64(0.001), e0), s + 4, live)
+    put(h.beta2, s + 5, live)
+    put(f64(1.0) - h.beta2, s + 6, live)
+    put(f64(1.0) / tl.sqrt(f64(1.0) - power(h.beta2, step)), s + 7, live)
+    put(h.eps, s + 8, live)
+
+
+@triton.jit
+def cautious_adamw(row, g, p, m, v):
+    s = row.s
+    t0 = lerp(m, g, s[0], s[1])
+    t1 = (v * s[5]) + ((g * s[6]) * g)
+    u = tl.div_rn(
+        (t0 * clip(sign(t0) * sign(g), s[2], s[3])) * s[4], (tl.sqrt_rn(t1) * s[7]) + s[8]
+    )
+    return u, t0, t1
+
+
+@triton.jit
+def cautious_adamw_terms(row, g, p, m, v):
+    s = row.s
+    return (clip(sign(lerp(m, g, s[0], s[1])) * sign(g), s[2], s[3]),)
+
+
+@triton.jit
+def lion_scalars(h, step, rate, whole, s, live):
     put(f64(1.0) - h.beta1, s + 0, live)
     put(h.beta1, s + 1, live)
     put(f64(1.0) - h.beta2, s + 2, live)
@@ -141,7 +236,61 @@ def lion(row, g, p, m):
 
 
 @triton.jit
-def muon_scalars(h, step, rate, s, live):
+def cautious_lion_scalars(h, step, rate, whole, s, live):
+    e0 = whole.sums[0] / whole.elements
+    put(f64(1.0) - h.beta1, s + 0, live)
+    put(h.beta1, s + 1, live)
+    put(f64(0.0), s + 2, live)
+    put(f64(1.0), s + 3, live)
+    put(f64(1.0) / tl.where(e0 <= f64(0.001), f64(0.001), e0), s + 4, live)
+    put(f64(1.0) - h.beta2, s + 5, live)
+    put(h.beta2, s + 6, live)
+
+
+@triton.jit
+def cautious_lion(row, g, p, m):
+    s = row.s
+    t0 = sign(lerp(m, g, s[0], s[1]))
+    return (t0 * clip(sign(t0) * sign(g), s[2], s[3])) * s[4], lerp(m, g, s[5], s[6])
+
+
+@triton.jit
+def cautious_lion_terms(row, g, p, m):
+    s = row.s
+    return (clip(sign(sign(lerp(m, g, s[0], s[1]))) * sign(g), s[2], s[3]),)
+
+
+@triton.jit
+def mars_scalars(h, step, rate, whole, s, live):
+    put(h.gamma * (h.beta1 / (f64(1.0) - h.beta1)), s + 0, live)
+    x = tl.where(whole.sums[0] <= f64(1.0), f64(1.0), f64(1.0) / tl.sqrt(whole.sums[0]))
+    put(x, s + 1, live)
+    put(f64(1.0) - h.beta1, s + 2, live)
+    put(h.beta1, s + 3, live)
+    put(h.beta2, s + 4, live)
+    put(f64(1.0) - h.beta2, s + 5, live)
+    put(f64(1.0) / tl.sqrt(f64(1.0) - power(h.beta2, step)), s + 6, live)
+    put(h.eps, s + 7, live)
+
+
+@triton.jit
+def mars(row, g, p, m, v, last):
+    s = row.s
+    t0 = (g + ((g - last) * s[0])) * s[1]
+    t1 = lerp(m, t0, s[2], s[3])
+    t2 = (v * s[4]) + ((t0 * s[5]) * t0)
+    return tl.div_rn(t1, (tl.sqrt_rn(t2) * s[6]) + s[7]), t1, t2, g
+
+
+@triton.jit
+def mars_terms(row, g, p, m, v, last):
+    s = row.s
+    t0 = g + ((g - last) * s[0])
+    return (t0 * t0,)
+
+
+@triton.jit
+def muon_scalars(h, step, rate, whole, s, live):
     put(f64(1.0) - h.momentum, s + 0, live)
     put(h.momentum, s + 1, live)
     put(f64(1.0) - tl.where(h.nesterov != 0, h.momentum, f64(1.0)), s + 2, live)
@@ -156,7 +305,7 @@ def muon(row, g, p, m):
 
 
 @triton.jit
-def nadamw_scalars(h, step, rate, s, live):
+def nadamw_scalars(h, step, rate, whole, s, live):
     put(f64(1.0) - h.beta1, s + 0, live)
     put(h.beta1, s + 1, live)
     put(h.beta2, s + 2, live)
@@ -174,7 +323,7 @@ def nadamw(row, g, p, m, v):
 
 
 @triton.jit
-def schedule_free_adamw_scalars(h, step, rate, s, live):
+def schedule_free_adamw_scalars(h, step, rate, whole, s, live):
     put(f64(1.0) - (f64(1.0) - h.average), s + 0, live)
     put(f64(1.0) - h.average, s + 1, live)
     put(h.beta2, s + 2, live)
@@ -195,7 +344,7 @@ def schedule_free_adamw(row, g, p, v, z):
 
 
 @triton.jit
-def sgd_scalars(h, step, rate, s, live):
+def sgd_scalars(h, step, rate, whole, s, live):
     put(h.nesterov, s + 0, live)
     put(h.weight_decay, s + 1, live)
     x = tl.where(
@@ -214,24 +363,34 @@ def sgd(row, g, p, m):
 
 
 @triton.jit
-def store_scalars(h, step, rate, s, live, RULE: tl.constexpr):
+def store_scalars(h, step, rate, whole, s, live, RULE: tl.constexpr):
     """What of the settings a rule's elements meet."""
     if RULE == "adamw":
-        adamw_scalars(h, step, rate, s, live)
+        adamw_scalars(h, step, rate, whole, s, live)
     elif RULE == "adam":
-        adam_scalars(h, step, rate, s, live)
+        adam_scalars(h, step, rate, whole, s, live)
+    elif RULE == "adan":
+        adan_scalars(h, step, rate, whole, s, live)
     elif RULE == "ademamix":
-        ademamix_scalars(h, step, rate, s, live)
+        ademamix_scalars(h, step, rate, whole, s, live)
+    elif RULE == "adopt":
+        adopt_scalars(h, step, rate, whole, s, live)
+    elif RULE == "cautious_adamw":
+        cautious_adamw_scalars(h, step, rate, whole, s, live)
     elif RULE == "lion":
-        lion_scalars(h, step, rate, s, live)
+        lion_scalars(h, step, rate, whole, s, live)
+    elif RULE == "cautious_lion":
+        cautious_lion_scalars(h, step, rate, whole, s, live)
+    elif RULE == "mars":
+        mars_scalars(h, step, rate, whole, s, live)
     elif RULE == "muon":
-        muon_scalars(h, step, rate, s, live)
+        muon_scalars(h, step, rate, whole, s, live)
     elif RULE == "nadamw":
-        nadamw_scalars(h, step, rate, s, live)
+        nadamw_scalars(h, step, rate, whole, s, live)
     elif RULE == "schedule_free_adamw":
-        schedule_free_adamw_scalars(h, step, rate, s, live)
+        schedule_free_adamw_scalars(h, step, rate, whole, s, live)
     elif RULE == "sgd":
-        sgd_scalars(h, step, rate, s, live)
+        sgd_scalars(h, step, rate, whole, s, live)
     else:
         tl.static_assert(False, "no rule")
 
@@ -239,11 +398,20 @@ def store_scalars(h, step, rate, s, live, RULE: tl.constexpr):
 @triton.jit
 def divisor(h, step, RULE: tl.constexpr):
     """What the rate is divided by."""
-    if RULE == "adamw" or RULE == "adam" or RULE == "nadamw":
+    if (
+        RULE == "adamw"
+        or RULE == "adam"
+        or RULE == "cautious_adamw"
+        or RULE == "mars"
+        or RULE == "nadamw"
+    ):
         result = f64(1.0) - power(h.beta1, step)
     elif (
-        RULE == "ademamix"
+        RULE == "adan"
+        or RULE == "ademamix"
+        or RULE == "adopt"
         or RULE == "lion"
+        or RULE == "cautious_lion"
         or RULE == "muon"
         or RULE == "schedule_free_adamw"
         or RULE == "sgd"
@@ -261,10 +429,20 @@ def direction(row, g, p, moments, RULE: tl.constexpr):
         result = adamw(row, g, p, moments[0], moments[1])
     elif RULE == "adam":
         result = adam(row, g, p, moments[0], moments[1])
+    elif RULE == "adan":
+        result = adan(row, g, p, moments[0], moments[1], moments[2], moments[3])
     elif RULE == "ademamix":
         result = ademamix(row, g, p, moments[0], moments[1], moments[2])
+    elif RULE == "adopt":
+        result = adopt(row, g, p, moments[0], moments[1])
+    elif RULE == "cautious_adamw":
+        result = cautious_adamw(row, g, p, moments[0], moments[1])
     elif RULE == "lion":
         result = lion(row, g, p, moments[0])
+    elif RULE == "cautious_lion":
+        result = cautious_lion(row, g, p, moments[0])
+    elif RULE == "mars":
+        result = mars(row, g, p, moments[0], moments[1], moments[2])
     elif RULE == "muon":
         result = muon(row, g, p, moments[0])
     elif RULE == "nadamw":
@@ -273,6 +451,20 @@ def direction(row, g, p, moments, RULE: tl.constexpr):
         result = schedule_free_adamw(row, g, p, moments[0], moments[1])
     elif RULE == "sgd":
         result = sgd(row, g, p, moments[0])
+    else:
+        tl.static_assert(False, "no rule")
+    return result
+
+
+@triton.jit
+def terms(row, g, p, moments, RULE: tl.constexpr):
+    """What a rule asks the sums of."""
+    if RULE == "cautious_adamw":
+        result = cautious_adamw_terms(row, g, p, moments[0], moments[1])
+    elif RULE == "cautious_lion":
+        result = cautious_lion_terms(row, g, p, moments[0])
+    elif RULE == "mars":
+        result = mars_terms(row, g, p, moments[0], moments[1], moments[2])
     else:
         tl.static_assert(False, "no rule")
     return result

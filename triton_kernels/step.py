@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arithmetic import HYPER_ROW, averaged, load_row, take_step
+from .arithmetic import averaged, load_row, take_step
 from .chunks import BATCH, TAIL, live_length, load_chunk, whole_vectors
 from .codes import TABLE_FLOATS, load_codes, store_codes
 from .numbers import (
@@ -16,8 +16,10 @@ from .numbers import (
     CODES,
     F32,
     NONE,
+    SPLIT24,
     bits_of,
     from_bf16,
+    half_of_24,
     load,
     load_parameter,
     pointer,
@@ -25,9 +27,10 @@ from .numbers import (
     rounding_bits,
     store,
     store_parameter,
+    to_24,
     to_bf16_stochastic,
 )
-from .rules import direction
+from .rules import HYPER_ROW, SCALARS, direction, terms
 
 HELD = tl.constexpr(4)
 """up to so many replicas' addresses are held in registers; of more they are read again in each
@@ -57,6 +60,12 @@ class StepVariant:
     @property
     def coded(self) -> bool:
         return self.moments[0] == CODES.value
+
+    @property
+    def draws_params(self) -> bool:
+        """Are parameters rounded stochastically?"""
+        masters = (NONE.value, SPLIT24.value)
+        return self.stochastic and self.param == BF16.value and self.master in masters
 
     @property
     def rounds_moments(self) -> bool:
@@ -182,7 +191,7 @@ def new_direction(
     gradient, moments = loaded
     made = direction(row, gradient * row.gradient_scale, param, moments, RULE)
     bits = tl.zeros((BLOCK,), tl.uint32)
-    if V.rounds_moments or (V.stochastic and V.first and V.param == BF16):
+    if V.rounds_moments or (V.first and V.draws_params):
         bits = rounding_bits(
             place.seed, row.step, place.first_replica * 0, place.id, place.offset + start, BLOCK
         )
@@ -207,11 +216,13 @@ def store_own(
     BLOCK: tl.constexpr,
 ):
     """A replica keeps its own new parameter. Returns it as it is stored."""
-    if V.stochastic and V.param == BF16 and V.master == NONE:
-        if k > 0 or not V.first:
-            bits = rounding_bits(
-                place.seed, row.step, place.first_replica + k, place.id, place.offset + start, BLOCK
-            )
+    if V.draws_params and (k > 0 or not V.first):
+        bits = rounding_bits(
+            place.seed, row.step, place.first_replica + k, place.id, place.offset + start, BLOCK
+        )
+    if V.master == SPLIT24:
+        x = to_24(x, (bits & 0xFF) if V.draws_params else half_of_24(x))
+    if V.draws_params and V.master == NONE:
         kept = to_bf16_stochastic(x, bits & 0xFFFF)
         tl.store(param + offsets, kept, mask=live)
         x = from_bf16(kept)
@@ -384,10 +395,58 @@ def update(
     shared, place = locate(
         chunk, gradients, addresses, ids, replica_rows, control, random, emas, ema_rows, V
     )
-    row = load_row(rows + chunk.tensor * HYPER_ROW)
+    row = load_row(rows + chunk.tensor * HYPER_ROW, SCALARS)
     length = live_length(chunk, place.gradient)
     whole = whole_vectors(length, UNIT)
     for start in range(0, whole, V.block):
         update_block(shared, place, row, start, whole, V, V.block)
     if whole < length:
         update_block(shared, place, row, whole, length, V, REST)
+
+
+@triton.jit
+def sum_block(shared, place, row, start, end, j: tl.constexpr, V: tl.constexpr):
+    """Sum j of the rule, over a block's elements from `start` of the chunk on, those before
+    `end`."""
+    RULE: tl.constexpr = V.rule
+    offsets = start + tl.arange(0, V.block)
+    mask = offsets < end
+    gradient, moments = load_shared(shared, offsets, mask, V)
+    param = tl.zeros((V.block,), tl.float32)
+    if V.replicas == 1:
+        param = load_batch(place, offsets, mask, 0, V)[0]
+    made = terms(row, gradient * row.gradient_scale, param, moments, RULE)
+    return tl.sum(tl.where(mask, made[j], 0.0).to(tl.float64), 0)
+
+
+@triton.jit(do_not_specialize=["longest"])
+def sum_terms(
+    chunks,
+    gradients,
+    addresses,
+    ids,
+    rows,
+    replica_rows,
+    control,
+    random,
+    emas,
+    ema_rows,
+    spans,  # [tensor]: the number of its first chunk, and its elements
+    sums,  # [chunk][SUMS], of all chunks in the order of tensors
+    longest,  # elements of a chunk
+    SUMS: tl.constexpr,
+    V: tl.constexpr,
+):
+    """What a rule sums over tensors, before `update`: a program for each chunk."""
+    chunk = load_chunk(chunks, 1)
+    shared, place = locate(
+        chunk, gradients, addresses, ids, replica_rows, control, random, emas, ema_rows, V
+    )
+    row = load_row(rows + chunk.tensor * HYPER_ROW, SCALARS)
+    length = live_length(chunk, place.gradient)
+    for j in tl.static_range(SUMS):
+        total = tl.full((), 0.0, tl.float64)
+        for start in range(0, length, V.block):
+            total += sum_block(shared, place, row, start, length, j, V)
+        number = tl.load(spans + 2 * chunk.tensor) + chunk.offset // longest
+        tl.store(sums + number * SUMS + j, total)

@@ -60,7 +60,8 @@ def muon(problem: Problem, model: nn.Module, start: float) -> Optimizer:
     """Matrices by Muon, the rest by AdamW, both at the rate of AdamW."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     rate = DEFAULT * start
-    return hdet.FusedMuon(trained, lr=rate, adamw_lr=rate, adjust_lr_fn="match_rms_adamw")
+    settings: Any = {"adjust_lr_fn": "match_rms_adamw", "ns_dtype": torch.float32}
+    return hdet.FusedMuon(trained, lr=rate, adamw_lr=rate, **settings)
 
 
 def annealed(make: Make, problem: Problem, model: nn.Module, start: float, seed: int) -> Parts:

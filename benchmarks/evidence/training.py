@@ -173,7 +173,11 @@ OPTIMIZERS: dict[str, Callable[[Any, float], Optimizer]] = {
     "lion": lambda groups, rate: hdet.FusedLion(groups, lr=rate),
     "muon": lambda groups, rate: torch.optim.Muon(groups, lr=rate),
     "fused-muon": lambda groups, rate: hdet.FusedMuon(
-        groups, lr=rate, adamw_lr=rate, adjust_lr_fn="match_rms_adamw"
+        groups,
+        lr=rate,
+        adamw_lr=rate,
+        adjust_lr_fn="match_rms_adamw",
+        ns_dtype=torch.float32,  # the same on any processor
     ),
 }
 RISE = 0.05

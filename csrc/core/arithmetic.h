@@ -24,6 +24,9 @@ HDET_HD float add_weighted(float sum, float weight, float x) {
 // -1, 0 or 1; 0 for NaN.
 HDET_HD float sign(float x) { return static_cast<float>(x > 0.0f) - static_cast<float>(x < 0.0f); }
 
+// Within limits; NaN stays NaN.
+HDET_HD float clip(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
+
 HDET_HD bool is_cautious(const ReplicaRow& replica) {
   return bits_of(replica.step_size) >> 31 != 0;
 }

@@ -1,5 +1,6 @@
 // Hyperparameters: what the host writes (doubles), and what the kernels read (fp32 rows), derived
-// on the device that runs the step.
+// on the device that runs the step. What depends on the rules is in rules.h: GroupSettings,
+// HyperRow.
 //
 // A kernel reads its row from memory, so changing a rate, a multiplier or a beta never changes a
 // kernel's arguments: one small copy into the settings, and the next step (or the next replay of a
@@ -18,14 +19,6 @@ struct CallSettings {
 
 constexpr int kCallSettings = sizeof(CallSettings) / sizeof(double);
 
-// What all replicas of a tensor share. 48 bytes: three 16-byte loads.
-struct alignas(16) HyperRow {
-  float gradient_scale;  // sign, unscaling and clipping in one factor
-  uint32_t step;         // from 1; part of the key of random numbers
-  float s[10];           // what the rule's elements meet, as its derive() says
-};
-static_assert(sizeof(HyperRow) == 48);  // as hdet/kernels/step.py has it, like those below
-
 // What each replica of a tensor has for itself.
 struct alignas(8) ReplicaRow {
   // lr * rho, divided by the rule's divisor; its sign bit is set where decay is cautious: two
@@ -33,7 +26,7 @@ struct alignas(8) ReplicaRow {
   float step_size;
   float decay;  // 1 - lr * (rho or 1) * weight_decay; coupled rules: 1
 };
-static_assert(sizeof(ReplicaRow) == 8);
+static_assert(sizeof(ReplicaRow) == 8);  // as hdet/kernels/step.py has it, like Control
 
 // How an average of the weights over time moves: hdet/kernels/ema.py, which explains it.
 struct EmaSettings {

@@ -16,9 +16,13 @@ enum class DType : int32_t {
   codes = 4
 };  // codes: of moments alone, eight_bit.h
 
-// What stands beside a parameter of 16 bits: nothing; its float32 value; or the 16 bits that its
-// bfloat16 lacks (split).
-enum class Master : int32_t { none = 0, f32 = 1, split = 2 };
+// What stands beside a parameter of 16 bits: nothing; its float32 value; the 16 bits that its
+// bfloat16 lacks (split); or the first 8 of these (split24). Numbered as a DType of as many bytes.
+enum class Master : int32_t { none = 0, f32 = 1, split = 2, split24 = 4 };
+HDET_HD constexpr DType type_of(Master kind) { return static_cast<DType>(kind); }
+HDET_HD constexpr bool is_split(Master kind) {
+  return kind == Master::split || kind == Master::split24;
+}
 
 HDET_HD bool is_nan(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
 
@@ -114,14 +118,32 @@ HDET_HD uint16_t lower_half(float x) {
   return static_cast<uint16_t>(is_nan(bits) ? 0u : bits);
 }
 
-// How the streams of one tensor are stored, four bits each, in Chunk::formats.
-constexpr int kMaxMoments = 3;
+// The split form of 24 bits is that of a float32 whose last 8 bits are 0, which are not stored. To
+// it: up with the probability of what is cut off, for a `random` uniform in 0 .. 255. Infinities
+// and NaN are exact.
+HDET_HD float to_24(float x, uint32_t random) {
+  const uint32_t bits = bits_of(x);
+  return (bits & 0x7f800000u) == 0x7f800000u ? x : float_of((bits + random) & 0xffffff00u);
+}
+// To nearest, ties to even.
+HDET_HD float to_24(float x) { return to_24(x, 0x7fu + (bits_of(x) >> 8 & 1u)); }
+
+// How the streams of one tensor are stored, four bits each, in Chunk::formats, where there is room
+// for so many moments.
+constexpr int kMaxMoments = 12;
 struct Formats {
   DType gradient, param;
   Master master;
+  bool stochastic;  // of parameters, see draws_params, and of bfloat16 averages of squares
   DType moments[kMaxMoments];
-  bool stochastic;  // of bfloat16 parameters without a master, and of bfloat16 averages of squares
 };
+
+// Are parameters rounded stochastically? bfloat16 without a master, or in the split form of 24
+// bits.
+HDET_HD constexpr bool draws_params(bool stochastic, DType param, Master master) {
+  return stochastic && param == DType::bf16 &&
+         (master == Master::none || master == Master::split24);
+}
 
 // How all tensors of a step are stored, where kernels have been compiled for just that: float32; or
 // bfloat16 parameters and gradients, with float32 masters or in the split form, with moments in
@@ -131,23 +153,23 @@ enum class Known : int32_t { none = 0, floats = 1, masters = 2, split = 3, halve
 
 // Of moments those that are not codes.
 HDET_HD constexpr Formats formats_of(Known known) {
-  if (known == Known::halves)
-    return {DType::bf16, DType::bf16, Master::none, {DType::bf16, DType::bf16, DType::bf16}, true};
+  const bool all_halves = known == Known::halves;
   const DType halves =
       known == Known::floats ? DType::f32 : DType::bf16;  // parameters and gradients
   const Master master = known == Known::masters ? Master::f32
                         : known == Known::split ? Master::split
                                                 : Master::none;
-  return {halves, halves, master, {DType::f32, DType::f32, DType::f32}, false};
+  Formats formats{halves, halves, master, all_halves, {}};
+  for (DType& moment : formats.moments) moment = all_halves ? DType::bf16 : DType::f32;
+  return formats;
 }
 
-HDET_HD Formats unpack_formats(int32_t packed) {
+HDET_HD Formats unpack_formats(int64_t packed) {
   const auto type = [packed](int place) { return static_cast<DType>(packed >> 4 * place & 15); };
-  return {type(0),
-          type(1),
-          static_cast<Master>(packed >> 8 & 15),
-          {type(3), type(4), type(5)},
-          (packed >> 24 & 1) != 0};
+  Formats formats{
+      type(0), type(1), static_cast<Master>(packed >> 8 & 15), (packed >> 12 & 1) != 0, {}};
+  for (int j = 0; j < kMaxMoments; ++j) formats.moments[j] = type(4 + j);
+  return formats;
 }
 
 // Whether a tensor asks for stochastic rounding matters in halves alone: the other formats are

@@ -21,12 +21,13 @@ struct alignas(16) Chunk {
   int64_t begin;  // elements in all chunks before this one: where the threads of a CPU cut the list
   int32_t tensor;   // column of the address tables, row of the hyperparameters
   int32_t length;   // elements, from 1 on: whole blocks of codes, but for the last chunk's
-  int32_t formats;  // how the tensor's streams are stored: numbers.h
+  int64_t formats;  // how the tensor's streams are stored: numbers.h
 };
 static_assert(sizeof(Chunk) == 32);  // hdet/kernels/tables.py writes them
 
 // An optimizer step. All pointers are addresses on the device that runs it; tables are indexed by
-// Chunk::tensor. Three phases: norm (where partials is set), derive, update.
+// Chunk::tensor. Three phases: norm (where partials is set), derive, update. A rule that asks for
+// sums over a tensor has two more before the update: sums, and what of the rows depends on them.
 struct StepPlan {
   const Chunk* chunks;
   int64_t num_chunks;
@@ -61,6 +62,9 @@ struct StepPlan {
   ReplicaRow* replica_rows;  // [tensor][replica]
   Control* control;
   double* partials;         // [chunk] sums of squares; null: no norm
+  double* sums;             // [chunk][num_sums], what a rule sums over a tensor
+  int32_t num_sums;         // 0: nothing
+  const int64_t* spans;     // [tensor]: the number of its first chunk, and its elements
   const float* grad_scale;  // torch's GradScaler, or null
   const float* found_inf;   // or null
 
@@ -118,6 +122,9 @@ struct AveragePlan {
 // Formats::gradient is the type of the source, Formats::param and Formats::master are those of the
 // destination. From a set that has masters one copies those; to a set that has masters both are
 // written.
+HDET_HD constexpr Master source_master(const Formats& f) {  // split forms: others are the source
+  return static_cast<Master>(f.moments[0]);
+}
 struct CopyPlan {
   const Chunk* chunks;
   int64_t num_chunks;

@@ -22,7 +22,7 @@ HDET_HD HyperRow derive_row(Rule rule, const GroupSettings& s, uint32_t step, do
   HyperRow row{};
   row.gradient_scale = s.maximize != 0.0 ? -gradient_scale : gradient_scale;
   row.step = step;
-  derive_scalars(rule, s, step, rate, row.s);
+  derive_scalars(rule, s, step, rate, {}, row.s);
   return row;
 }
 
@@ -40,7 +40,9 @@ HDET_HD ReplicaRow derive_replica(Rule rule, const GroupSettings& s, double lr, 
   return {s.cautious_decay != 0.0 ? -step_size : step_size, decay};
 }
 
-HDET_HD double rate_of(const StepPlan& plan, int32_t group) {
+// 0 where the rule leaves the step out: nor does the parameter decay.
+HDET_HD double rate_of(const StepPlan& plan, int32_t group, uint32_t step) {
+  if (step < first_step(plan.rule)) return 0.0;
   const bool on_device = plan.rates != nullptr && plan.rates[group] != nullptr;
   return on_device ? static_cast<double>(*plan.rates[group]) : group_settings(plan, group).lr;
 }
@@ -74,7 +76,7 @@ HDET_HD int64_t prepare_tensor(const StepPlan& plan, const Control& control, int
   const uint32_t step = static_cast<uint32_t>(*counter) + 1u;  // the one to be taken, from 1
   const bool alike = before >= 0 && plan.groups[before] == group && plan.rows[before].step == step;
   const GroupSettings& s = group_settings(plan, group);
-  const double lr = rate_of(plan, group), rate = lr * rho_settings(plan, group)[0];
+  const double lr = rate_of(plan, group, step), rate = lr * rho_settings(plan, group)[0];
   plan.rows[tensor] =
       alike ? plan.rows[before] : derive_row(plan.rule, s, step, rate, control.gradient_scale);
   ReplicaRow* const rows = plan.replica_rows + tensor * plan.num_replicas;
@@ -87,6 +89,23 @@ HDET_HD int64_t prepare_tensor(const StepPlan& plan, const Control& control, int
   if (control.skip == 0.0f) *counter += 1.0f;
   if (plan.emas != nullptr) prepare_emas(plan, control, tensor);
   return tensor;
+}
+
+// A tensor's sums, of its first chunk and those that follow it, and how many chunks it has.
+HDET_HD const double* sums_of(const StepPlan& plan, int64_t tensor) {
+  return plan.sums + plan.spans[2 * tensor] * plan.num_sums;
+}
+HDET_HD int64_t num_chunks_of(const StepPlan& plan, int64_t tensor) {
+  return (plan.spans[2 * tensor + 1] + plan.longest - 1) / plan.longest;
+}
+
+// After the sums over a tensor that has elements and a gradient: what depends on them.
+HDET_HD void prepare_again(const StepPlan& plan, int64_t tensor, Whole& whole) {
+  whole.elements = static_cast<double>(plan.spans[2 * tensor + 1]);
+  const int32_t group = plan.groups[tensor];
+  HyperRow& row = plan.rows[tensor];
+  const double rate = rate_of(plan, group, row.step) * rho_settings(plan, group)[0];
+  derive_scalars(plan.rule, group_settings(plan, group), row.step, rate, whole, row.s);
 }
 
 }  // namespace hdet

@@ -161,17 +161,30 @@ void put(const Moment& m, int64_t element, int length, const float* values,
   });
 }
 
-void join_halves(const uint16_t* __restrict upper, const uint16_t* __restrict lower,
+// `Lower`: of 16 bits, or the first 8 of them.
+template <class Lower>
+constexpr int kMissing = 16 - 8 * static_cast<int>(sizeof(Lower));
+
+template <class Lower>
+void join_halves(const uint16_t* __restrict upper, const Lower* __restrict lower,
                  float* __restrict values, int length) {
-  for (int i = 0; i < length; ++i) values[i] = hdet::join(upper[i], lower[i]);
+  for (int i = 0; i < length; ++i)
+    values[i] = hdet::join(upper[i], static_cast<uint16_t>(lower[i] << kMissing<Lower>));
 }
 
+template <class Lower>
 void split_halves(const float* __restrict values, uint16_t* __restrict upper,
-                  uint16_t* __restrict lower, int length) {
+                  Lower* __restrict lower, int length) {
   for (int i = 0; i < length; ++i) {
-    upper[i] = hdet::upper_half(values[i]);
-    lower[i] = hdet::lower_half(values[i]);
+    const float value = kMissing<Lower> == 0 ? values[i] : hdet::to_24(values[i]);
+    upper[i] = hdet::upper_half(value);
+    lower[i] = static_cast<Lower>(hdet::lower_half(value) >> kMissing<Lower>);
   }
+}
+
+// What split24 stores of these.
+void round_to_24(float* __restrict values, const uint16_t* __restrict random, int length) {
+  for (int i = 0; i < length; ++i) values[i] = hdet::to_24(values[i], random[i] & 0xffu);
 }
 
 // A parameter and what stands beside it.
@@ -186,18 +199,21 @@ struct Param {
 float* open(const Param& p, int64_t element, int length, Staging& staging) {
   if (p.kind == Master::f32) return at<float>(p.master, element);
   if (p.kind == Master::none) return open(p.type, p.param, element, length, staging);
-  join_halves(at<const uint16_t>(p.param, element), at<const uint16_t>(p.master, element),
-              staging.values, length);
+  const uint16_t* const upper = at<const uint16_t>(p.param, element);
+  if (p.kind == Master::split)
+    join_halves(upper, at<const uint16_t>(p.master, element), staging.values, length);
+  else join_halves(upper, at<const uint8_t>(p.master, element), staging.values, length);
   return staging.values;
 }
 
 // `random` rounds a parameter that has no master.
 void put(const Param& p, int64_t element, int length, const float* values,
          const uint16_t* random = nullptr) {
-  if (p.kind == Master::split) {
-    split_halves(values, at<uint16_t>(p.param, element), at<uint16_t>(p.master, element), length);
-    return;
-  }
+  uint16_t* const upper = at<uint16_t>(p.param, element);
+  if (p.kind == Master::split)
+    return split_halves(values, upper, at<uint16_t>(p.master, element), length);
+  if (p.kind == Master::split24)
+    return split_halves(values, upper, at<uint8_t>(p.master, element), length);
   if (p.kind == Master::f32) put(DType::f32, p.master, element, length, values);
   put(p.type, p.param, element, length, values, p.kind == Master::none ? random : nullptr);
 }

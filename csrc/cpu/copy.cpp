@@ -16,8 +16,7 @@ void copy_block(const CopyPlan& plan, const hdet::Chunk& c, int64_t element, int
   Staging source_buffer, destination_buffer;
   const hdet::Formats formats = hdet::unpack_formats(c.formats);
   void* const* const row = plan.addresses + int64_t{4} * c.tensor;
-  const Master kind = row[1] != nullptr ? Master::split : Master::none;
-  const Param source{formats.gradient, kind, row[0], row[1]};
+  const Param source{formats.gradient, hdet::source_master(formats), row[0], row[1]};
   const Param destination{formats.param, formats.master, row[2], row[3]};
 
   const bool direct = destination.kind == Master::none && destination.type == DType::f32;

@@ -31,7 +31,8 @@ namespace hdet::cpu {
   void step_##isa(const StepPlan&, int64_t, int64_t);       \
   void average_##isa(const AveragePlan&, int64_t, int64_t); \
   void copy_##isa(const CopyPlan&, int64_t, int64_t);       \
-  void norm_##isa(const StepPlan&, int64_t, int64_t);
+  void norm_##isa(const StepPlan&, int64_t, int64_t);       \
+  void sums_##isa(const StepPlan&, int64_t, int64_t);
 HDET_DECLARE(baseline)
 #ifdef HDET_X86_64
 HDET_DECLARE(x86_64_v2)
@@ -48,8 +49,9 @@ struct Variant {
   void (*average)(const AveragePlan& plan, int64_t first, int64_t last);
   void (*copy)(const CopyPlan& plan, int64_t first, int64_t last);
   void (*norm)(const StepPlan& plan, int64_t first, int64_t last);
+  void (*sums)(const StepPlan& plan, int64_t first, int64_t last);
 };
-#define HDET_LOOPS(isa) step_##isa, average_##isa, copy_##isa, norm_##isa
+#define HDET_LOOPS(isa) step_##isa, average_##isa, copy_##isa, norm_##isa, sums_##isa
 
 // Below this many elements a region costs more than a second thread saves.
 constexpr int64_t kParallelElements = 65536;
@@ -127,6 +129,19 @@ void prepare(const StepPlan& plan) {
     before = prepare_tensor(plan, *plan.control, tensor, before);
 }
 
+// The rest of it, for rules that ask for sums: each tensor's are those of its chunks, in order.
+void take_in_sums(const StepPlan& plan) {
+  for (int64_t tensor = 0; tensor < plan.num_tensors; ++tensor) {
+    if (plan.gradients[tensor] == nullptr || plan.num_chunks == 0) continue;
+    Whole whole{};
+    for (int64_t i = 0; i < num_chunks_of(plan, tensor); ++i) {
+      for (int32_t j = 0; j < plan.num_sums; ++j)
+        whole.sums[j] += sums_of(plan, tensor)[i * plan.num_sums + j];
+    }
+    prepare_again(plan, tensor, whole);
+  }
+}
+
 }  // namespace
 
 std::vector<std::string> variants() {
@@ -150,8 +165,13 @@ void step(const StepPlan& plan, int threads, const std::string& isa) {
                 [&](int64_t first, int64_t last) { loops.norm(plan, first, last); });
   }
   prepare(plan);
-  const bool nothing = plan.control->skip != 0.0f && plan.zero_gradients == 0;
-  if (nothing) return;
+  const bool skipped = plan.control->skip != 0.0f;
+  if (skipped && plan.zero_gradients == 0) return;
+  if (plan.num_sums > 0 && !skipped) {
+    over_chunks(plan.chunks, plan.num_chunks, threads,
+                [&](int64_t first, int64_t last) { loops.sums(plan, first, last); });
+    take_in_sums(plan);
+  }
   over_chunks(plan.chunks, plan.num_chunks, threads,
               [&](int64_t first, int64_t last) { loops.step(plan, first, last); });
 }

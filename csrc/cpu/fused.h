@@ -114,17 +114,19 @@ inline void follow_all(const Work& w, int64_t element, int length, const float* 
 // The update of a chunk that holds float32 only, if there is one loop for it.
 template <class Rule>
 Done fused_chunk(const Work& w) {
-  for (int j = 0; j < Rule::kMoments; ++j) {
-    if (w.formats.moments[j] != DType::f32)
-      return Done::nothing;  // SGD without momentum, and codes
+  if constexpr (!Rule::kGeneric) {
+    for (int j = 0; j < Rule::kMoments; ++j) {
+      if (w.formats.moments[j] != DType::f32)
+        return Done::nothing;  // SGD without momentum, and codes
+    }
+    switch (w.plan.num_replicas) {
+      case 1: return fused<Rule, 1>(w);
+      case 2: return fused<Rule, 2>(w);
+      case 4: return fused<Rule, 4>(w);
+      case 8: return fused<Rule, 8>(w);
+    }
   }
-  switch (w.plan.num_replicas) {
-    case 1: return fused<Rule, 1>(w);
-    case 2: return fused<Rule, 2>(w);
-    case 4: return fused<Rule, 4>(w);
-    case 8: return fused<Rule, 8>(w);
-    default: return Done::nothing;
-  }
+  return Done::nothing;
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ std::vector<std::string> variants();
 // Whether the threads of these calls come from OpenMP.
 bool has_openmp();
 
-// One parallel region for each phase that touches elements: two for a step with a norm, else one.
+// One parallel region for each phase that touches elements: norm, sums of a rule, update.
 // `isa` names a variant; empty takes the environment's HDET_ISA, else the best. Throws
 // std::invalid_argument, before anything is written, for a variant that this processor or this
 // build does not have.

@@ -16,33 +16,32 @@ void take_steps(const ReplicaRow& shared_row, float* __restrict p, const float* 
 
 // Each replica steps along u and keeps what it gets, or u if that is the new parameter.
 template <class Rule>
-void store(const Work& w, int64_t element, int length, const float* u) {
+void store(const Work& w, int64_t element, int length, float* u) {
   if (!Rule::kGivesParameter && w.plan.known == hdet::Known::floats)
     return follow_all(w, element, length, u);
   Staging buffer;
   uint16_t random[kBlock];
+  const Formats& f = w.formats;
+  const bool draws = hdet::draws_params(f.stochastic, f.param, f.master);
   for (int32_t k = 0; k < w.plan.num_replicas; ++k) {
     const Param param = w.param(k);
-    const float* p = u;
+    float* p = u;
     if (!Rule::kGivesParameter) {
-      float* const old = open(param, element, length, buffer);
-      if (hdet::is_cautious(w.replicas[k])) take_steps<true>(w.replicas[k], old, u, length);
-      else take_steps<false>(w.replicas[k], old, u, length);
-      p = old;
+      p = open(param, element, length, buffer);
+      if (hdet::is_cautious(w.replicas[k])) take_steps<true>(w.replicas[k], p, u, length);
+      else take_steps<false>(w.replicas[k], p, u, length);
     }
-    if (w.random_params())
+    if (draws)
       w.random(static_cast<uint32_t>(w.plan.first_replica + k), element, length, 0, random);
-    put(param, element, length, p, w.random_params() ? random : nullptr);
+    if (draws && param.kind == Master::split24) round_to_24(p, random, length);
+    put(param, element, length, p, draws ? random : nullptr);
   }
 }
 
 template <class Rule>
 void update_block(const Work& w, int64_t element, int length) {
-  Staging directions, buffer;
-  const float* const p = Rule::kCoupled && w.plan.num_replicas == 1
-                             ? open(w.param(0), element, length, buffer)
-                             : nullptr;
-  share<Rule>(w, element, length, p, directions.values);
+  Staging directions;
+  share<Rule>(w, element, length, directions.values);
   store<Rule>(w, element, length, directions.values);
 }
 

@@ -84,34 +84,46 @@ struct Work {
     return {formats.moments[j], is_signed, moment(j), hdet::scales_of(plan, chunk.tensor, j),
             coded ? plan.codebooks + (is_signed ? 0 : 1) : nullptr};
   }
-  bool random_params() const {
-    return formats.stochastic && formats.param == DType::bf16 && formats.master == Master::none;
-  }
   void random(uint32_t replica, int64_t element, int length, int shift, uint16_t* out) const {
     random_bits(plan, row.step, replica, plan.ids[chunk.tensor], element, length, shift, out);
   }
 };
 
-// Gradient and moments of a block -> new moments in memory, and u. `p` is the parameter for a
-// coupled rule, null if replicas share u.
+// What a rule reads of a block, as float32: gradient, moments, and the parameter for a coupled
+// rule, zeros if replicas share u.
 template <class Rule>
-void share(const Work& w, int64_t element, int length, const float* p, float* u) {
+struct Inputs {
   Staging g_buffer, p_buffer, buffers[Rule::kMoments];
-  if (Rule::kCoupled && p == nullptr)
-    p = static_cast<float*>(__builtin_memset(p_buffer.values, 0, sizeof p_buffer.values));
+  const float* g;
+  const float* p = nullptr;
+  float* moments[Rule::kMoments];
+
+  Inputs(const Work& w, int64_t element, int length) {
+    const unsigned long bytes = static_cast<unsigned long>(length) * sizeof(float);
+    const Formats& f = w.formats;
+    g = open(f.gradient, w.plan.gradients[w.chunk.tensor], element, length, g_buffer);
+    if (Rule::kCoupled)
+      p = w.plan.num_replicas == 1
+              ? open(w.param(0), element, length, p_buffer)
+              : static_cast<float*>(__builtin_memset(p_buffer.values, 0, bytes));
+    for (int j = 0; j < Rule::kMoments; ++j) {
+      moments[j] = buffers[j].values;
+      if (f.moments[j] != DType::none)
+        moments[j] = open(w.moment(j, Rule::is_signed(j)), element, length, buffers[j]);
+      else  // SGD without momentum
+        __builtin_memset(moments[j], 0, bytes);
+    }
+  }
+};
+
+// Gradient and moments of a block -> new moments in memory, and u.
+template <class Rule>
+void share(const Work& w, int64_t element, int length, float* u) {
+  const Inputs<Rule> inputs(w, element, length);
+  float* const* const moments = inputs.moments;
   uint16_t random[kBlock];
   const Formats& f = w.formats;
-  const int32_t tensor = w.chunk.tensor;
-  const float* const g = open(f.gradient, w.plan.gradients[tensor], element, length, g_buffer);
-  float* moments[Rule::kMoments];
-  for (int j = 0; j < Rule::kMoments; ++j) {
-    moments[j] = buffers[j].values;
-    if (f.moments[j] != DType::none)
-      moments[j] = open(w.moment(j, Rule::is_signed(j)), element, length, buffers[j]);
-    else  // SGD without momentum
-      __builtin_memset(moments[j], 0, static_cast<unsigned long>(length) * sizeof(float));
-  }
-  directions<Rule>(w.row, g, p, moments, u, length);
+  directions<Rule>(w.row, inputs.g, inputs.p, moments, u, length);
   for (int j = 0; j < Rule::kMoments; ++j) {
     if (f.moments[j] == DType::none) continue;
     const bool stochastic = f.stochastic && !Rule::is_signed(j) && f.moments[j] == DType::bf16;

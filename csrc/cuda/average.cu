@@ -83,6 +83,7 @@ struct Average {
         for (int i = 0; i < kWidth; ++i) sums[i] = add_weighted(sums[i], weights[b], x[i]);
       }
     }
+    param(0).round(sums);
 #pragma unroll 1
     for (int k = 0; k < plan.num_replicas; ++k) param(k).store(at, sums);
   }

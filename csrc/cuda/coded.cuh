@@ -23,9 +23,7 @@ struct Codes {
   const Codebook* book;
 
   // As they lie in memory: four in a word.
-  HDET_DEVICE uint2 load(const Place& at, Width<kEight>) const {
-    return make_uint2(read<uint32_t>(codes + at.first, 0), read<uint32_t>(codes + at.second, 0));
-  }
+  HDET_DEVICE uint2 load(const Place& at, Width<kEight>) const { return read_bytes(codes, at); }
   HDET_DEVICE uint2 load(const Place& at, Width<1>) const {
     return make_uint2(read<uint8_t>(codes, at.first), 0);
   }
@@ -44,12 +42,8 @@ struct Codes {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i)
       words[i / 4] |= encode<kSigned>(*book, share_of(shares, x[i])) << 8 * (i % 4);
-    if constexpr (kWidth == 1) {
-      write(codes, at.first, static_cast<uint8_t>(words[0]));
-    } else {
-      write(codes + at.first, 0, words[0]);
-      write(codes + at.second, 0, words[1]);
-    }
+    if constexpr (kWidth == 1) write(codes, at.first, static_cast<uint8_t>(words[0]));
+    else write_bytes(codes, at, words);
   }
 };
 
@@ -266,6 +260,7 @@ struct Coded : Update<Rule, kMany, kKnown> {
 // others go on.
 template <class Rule, bool kMany, Known kKnown>
 constexpr int coded_blocks_per_multiprocessor() {
+  if (kIsAny<Rule>) return Rule::kMoments > 2 ? 2 : 3;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   if (kMany && Rule::kMoments > 2) return 3;
 #endif

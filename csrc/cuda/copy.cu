@@ -20,9 +20,8 @@ struct Copy {
   HDET_DEVICE explicit Copy(const CopyPlan& p) : plan(p), chunk(p.chunks[blockIdx.x]) {
     const Formats formats = unpack_formats(chunk.formats);
     void* const* const row = plan.addresses + int64_t{4} * chunk.tensor;
-    const bool is_split = !kFloat && row[1] != nullptr;
     source = param_at(kFloat ? DType::f32 : formats.gradient,
-                      is_split ? Master::split : Master::none, row[0], row[1], chunk.offset);
+                      kFloat ? Master::none : source_master(formats), row[0], row[1], chunk.offset);
     destination = param_at(kFloat ? DType::f32 : formats.param,
                            kFloat ? Master::none : formats.master, row[2], row[3], chunk.offset);
   }
@@ -45,6 +44,7 @@ struct Copy {
     }
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) x[i] = scaled(plan.scale, x[i]);
+    destination.round(x);
     destination.store(at, x);
   }
 };

@@ -12,7 +12,7 @@ namespace hdet::cuda {
 // CUDA call that failed. The device stays the calling thread's current one: the caller puts back
 // what was.
 
-// Two launches, derive and update; with a norm before them three.
+// Two launches, derive and update; one more for a norm, two more for sums over tensors.
 void step(const StepPlan& plan, int device, std::uintptr_t stream);
 
 void average(const AveragePlan& plan, int device, std::uintptr_t stream);

@@ -84,8 +84,10 @@ void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid,
 }
 
 // The phases of a step that have files of their own: one float64 sum of squares for each chunk; and
-// settings, norm, scaler and step counters -> control, rows and replica rows.
+// settings, norm, scaler and step counters -> control, rows and replica rows; and what a rule sums
+// over a tensor -> what of the rows depends on it.
 void launch_norm(const StepPlan& plan, std::uintptr_t stream);
 void launch_derive(const StepPlan& plan, std::uintptr_t stream);
+void launch_sums(const StepPlan& plan, std::uintptr_t stream);
 
 }  // namespace hdet::cuda

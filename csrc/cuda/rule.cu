@@ -1,5 +1,5 @@
-// The kernels of one rule, HDET_RULE, or of AnyRule. CMake compiles this file for each of them, so
-// that the cores of a machine share the work.
+// The kernels of one rule, HDET_RULE, or of AnyRule or AnyLargeRule. CMake compiles this file for
+// each of them, so that the cores of a machine share the work.
 #include "coded.cuh"
 
 namespace hdet::cuda {
@@ -28,7 +28,7 @@ StepKernel any_kernel(const StepPlan& plan) {
 
 template <class Rule>
 StepKernel find_kernel(const StepPlan& plan) {
-  if constexpr (!std::is_same_v<Rule, AnyRule>) {
+  if constexpr (!kIsAny<Rule>) {
     if (is_usual(plan)) {
       switch (plan.known) {
         case Known::floats: return usual_kernel<Rule, Known::floats>(plan);
@@ -39,7 +39,7 @@ StepKernel find_kernel(const StepPlan& plan) {
       }
     }
   }
-  if constexpr (!AnyRule::includes<Rule>) {
+  if constexpr (kIsAny<Rule> || Rule::kExact || Rule::kGivesParameter) {
     if constexpr (kStepsMany<Rule>) {
       if (plan.num_replicas > 1) return any_kernel<Rule, true>(plan);
     }

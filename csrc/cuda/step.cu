@@ -1,4 +1,5 @@
-// An optimizer step on a GPU: norm (where one is asked for), derive, update.
+// An optimizer step on a GPU: norm (where one is asked for), derive, sums (where the rule asks for
+// some), update.
 #include "kernels.h"
 #include "launch.cuh"
 #include "step.cuh"
@@ -8,8 +9,16 @@ namespace {
 
 StepKernel find_kernel(const StepPlan& plan) {
   return with_rule(plan.rule, [&](auto rule) {
-    const bool is_any = AnyRule::includes<decltype(rule)> && !is_usual(plan);
-    return is_any ? kernel_for<AnyRule>(plan) : kernel_for<decltype(rule)>(plan);
+    using Own = decltype(rule);
+    const bool is_any = Own::kGeneric || !is_usual(plan);
+    if constexpr (AnyRule::includes<Own>) {
+      if (is_any) return kernel_for<AnyRule>(plan);
+    }
+    if constexpr (AnyLargeRule::includes<Own>) {
+      if (is_any) return kernel_for<AnyLargeRule>(plan);
+    }
+    if constexpr (Own::kGeneric) HDET_UNREACHABLE
+    else return kernel_for<Own>(plan);
   });
 }
 
@@ -27,6 +36,7 @@ void step(const StepPlan& plan, int device, std::uintptr_t stream) {
   use_device(device);
   if (plan.partials != nullptr) launch_norm(plan, stream);
   launch_derive(plan, stream);
+  if (plan.num_sums > 0) launch_sums(plan, stream);
   launch(name, find_kernel(plan), grid, stream, plan, slices);
 }
 

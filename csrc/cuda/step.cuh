@@ -67,13 +67,13 @@ struct Stored {
   Constant<kFormats.master> master;
   Constant<kFormats.stochastic> stochastic;
 
-  HDET_DEVICE explicit Stored(int32_t /*packed*/) {}
+  HDET_DEVICE explicit Stored(int64_t /*packed*/) {}
   HDET_DEVICE Constant<kFormats.moments[0]> moment(int) const { return {}; }
 };
 
 template <>
 struct Stored<Known::none> : Formats {
-  HDET_DEVICE explicit Stored(int32_t packed) : Formats(unpack_formats(packed)) {}
+  HDET_DEVICE explicit Stored(int64_t packed) : Formats(unpack_formats(packed)) {}
   HDET_DEVICE DType moment(int j) const { return moments[j]; }
 };
 
@@ -95,17 +95,24 @@ struct Element {
 
 // Stands for all rules that need no more than this, of which StepPlan::rule says the one: of
 // kernels that are seldom asked for there is one for all of them.
-struct AnyRule {
-  static constexpr int kMoments = 2;
+template <int kFewest, int kMost>
+struct AnyOf {
+  static constexpr int kMoments = kMost;
   static constexpr bool kSquares = true, kCoupled = true, kMayLackMoments = true,
-                        kGivesParameter = false;
+                        kGivesParameter = false, kExact = false;
   HDET_HD constexpr bool is_exact(int /*moment*/) { return false; }
 
   template <class Rule>
-  static constexpr bool includes =
-      !std::is_same_v<Rule, AnyRule> && Rule::kMoments <= kMoments && !Rule::kGivesParameter &&
-      !Rule::is_exact(0) && !Rule::is_exact(kMoments - 1);
+  static constexpr bool includes = kFewest <= Rule::kMoments && Rule::kMoments <= kMost &&
+                                   !Rule::kGivesParameter && !Rule::kExact;
 };
+using AnyRule = AnyOf<1, 2>;
+using AnyLargeRule = AnyOf<3, kMostMoments>;
+
+template <class Rule>
+constexpr bool kIsAny = false;
+template <int kFewest, int kMost>
+constexpr bool kIsAny<AnyOf<kFewest, kMost>> = true;
 
 // kMany: any number of replicas, in batches whose loads are issued together; else one. kKnown:
 // StepPlan::known. Unless it is none, formats are constants to the compiler. kEmas: there may be
@@ -146,9 +153,9 @@ struct Update {
   // call(the rule's struct)
   template <class Call>
   HDET_DEVICE auto with(const Call& call) const {
-    if constexpr (std::is_same_v<Rule, AnyRule>) {
+    if constexpr (kIsAny<Rule>) {
       return with_rule(plan.rule, [&](auto rule) {
-        if constexpr (AnyRule::includes<decltype(rule)>) return call(rule);
+        if constexpr (Rule::template includes<decltype(rule)>) return call(rule);
         else return decltype(call(rule))();
       });
     } else {
@@ -397,7 +404,7 @@ struct Update {
   }
 
   HDET_DEVICE bool rounds_stochastically() const {
-    return formats.stochastic && formats.master == Master::none && formats.param == DType::bf16;
+    return draws_params(formats.stochastic, formats.param, formats.master);
   }
 
   // Averages over time take in what replica k has become.
@@ -418,18 +425,24 @@ struct Update {
     }
   }
 
+  // Leaves in `p` what split24 stores.
   template <int kWidth>
-  HDET_DEVICE void keep(const Replica& r, int k, const Place& at, const float (&p)[kWidth],
+  HDET_DEVICE void keep(const Replica& r, int k, const Place& at, float (&p)[kWidth],
                         uint32_t (&bits)[kWidth]) const {
     if (kMayDraw && rounds_stochastically()) {
       const int number = plan.first_replica + k;
       const bool drawn = !kMany && number == 0 &&
                          draws_any();  // one draw serves the second moment and the parameter
       if (!drawn) random(static_cast<uint32_t>(number), at, bits);
-      store_halves<kWidth>(r.param, at, [&](int i) { return to_bf16(p[i], bits[i] & 0xffffu); });
+      if (formats.master == Master::none)
+        return store_halves<kWidth>(r.param, at,
+                                    [&](int i) { return to_bf16(p[i], bits[i] & 0xffffu); });
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) p[i] = to_24(p[i], bits[i] & 0xffu);
     } else {
-      param(r).store(at, p);
+      param(r).round(p);
     }
+    param(r).store(at, p);
   }
 };
 
@@ -446,6 +459,7 @@ constexpr int blocks_per_multiprocessor() {
   constexpr bool kBlackwell = false;
 #endif
   // 768 threads have 96 KiB in flight. With more blocks than these ptxas spills.
+  if (kIsAny<Rule>) return 3;
   if (kKnown == Known::none || kMany) return 4;
   if (kEmas) return Rule::kMoments > 2 || (kBlackwell && kKnown == Known::split) ? 4 : 5;
   if (Rule::kMoments > 2) return kKnown == Known::halves ? 5 : 4;
@@ -480,7 +494,8 @@ __global__ void __launch_bounds__(kStepThreads,
 using StepKernel = void (*)(StepPlan, Slices);
 
 // What has a kernel for each rule; but formats that are not known, and two at once of bfloat16
-// throughout, several replicas, averages over time and codes, have that of AnyRule.
+// throughout, several replicas, averages over time and codes, have that of AnyRule
+// or AnyLargeRule, which are the only ones of generic rules.
 inline bool is_usual(const StepPlan& plan) {
   return plan.known != Known::none && (plan.known == Known::halves) + (plan.num_replicas > 1) +
                                               (plan.emas != nullptr) + (plan.codebooks != nullptr) <

@@ -55,7 +55,9 @@ HDET_DEVICE T* global(T* address) {
   return address;
 }
 
-HDET_DEVICE int size_of(DType type) { return type == DType::f32 ? 4 : 2; }
+HDET_DEVICE int size_of(DType type) {
+  return type == DType::f32 ? 4 : type == DType::codes ? 1 : 2;
+}
 
 // The stream from a chunk's first element on. Null stays null.
 HDET_DEVICE void* advance(void* stream, DType type, int64_t elements) {
@@ -94,8 +96,8 @@ struct Place {
 };
 
 // What a thread has of one stream, as it lies in memory. Nothing waits for a load until it is
-// unpacked. Streams of 16 bits are in `low` alone; in the split form the upper halves are in `low`,
-// the lower ones in `high`.
+// unpacked. Streams of 16 bits are in `low` alone; in the split forms the upper halves are in
+// `low`, the lower ones, or bytes, in `high`.
 template <int kWidth>
 struct Raw;
 template <>
@@ -145,6 +147,27 @@ HDET_DEVICE void load_lower(const void* stream, const Place& at, Raw<1>& raw) {
   raw.high = read<uint16_t>(stream, at.first);
 }
 
+// Streams of bytes: four in a word.
+HDET_DEVICE uint2 read_bytes(const void* stream, const Place& at) {
+  const auto bytes = static_cast<const uint8_t*>(stream);
+  return make_uint2(read<uint32_t>(bytes + at.first, 0), read<uint32_t>(bytes + at.second, 0));
+}
+
+HDET_DEVICE void write_bytes(void* stream, const Place& at, const uint32_t (&words)[2]) {
+  const auto bytes = static_cast<uint8_t*>(stream);
+  write(bytes + at.first, 0, words[0]);
+  write(bytes + at.second, 0, words[1]);
+}
+
+HDET_DEVICE void load_low_bytes(const void* stream, const Place& at, Raw<kEight>& raw) {
+  const uint2 words = read_bytes(stream, at);
+  raw.high.x = words.x, raw.high.y = words.y;
+}
+
+HDET_DEVICE void load_low_bytes(const void* stream, const Place& at, Raw<1>& raw) {
+  raw.high = read<uint8_t>(stream, at.first);
+}
+
 HDET_DEVICE uint32_t word(const uint4& words, int i) {
   return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
@@ -174,13 +197,18 @@ HDET_DEVICE void unpack(Type type, const Raw<1>& raw, float (&out)[1]) {
   else out[0] = from_16(type, static_cast<uint16_t>(raw.low));
 }
 
-HDET_DEVICE void unpack_split(const Raw<kEight>& raw, float (&out)[kEight]) {
+// `bytes`: of split24.
+HDET_DEVICE void unpack_split(const Raw<kEight>& raw, bool bytes, float (&out)[kEight]) {
 #pragma unroll
-  for (int i = 0; i < kEight; ++i) out[i] = join(half_of(raw.low, i), half_of(raw.high, i));
+  for (int i = 0; i < kEight; ++i) {
+    const uint32_t byte = (i < 4 ? raw.high.x : raw.high.y) >> 8 * (i % 4) << 8;
+    out[i] = join(half_of(raw.low, i), bytes ? static_cast<uint16_t>(byte) : half_of(raw.high, i));
+  }
 }
 
-HDET_DEVICE void unpack_split(const Raw<1>& raw, float (&out)[1]) {
-  out[0] = join(static_cast<uint16_t>(raw.low), static_cast<uint16_t>(raw.high));
+HDET_DEVICE void unpack_split(const Raw<1>& raw, bool bytes, float (&out)[1]) {
+  out[0] =
+      join(static_cast<uint16_t>(raw.low), static_cast<uint16_t>(bytes ? raw.high << 8 : raw.high));
 }
 
 // 16-bit numbers made by half(i), or two in a word by pair(i) of i and i + 1.
@@ -206,6 +234,17 @@ HDET_DEVICE void store_floats(void* stream, const Place& at, const float (&x)[kE
 
 HDET_DEVICE void store_floats(void* stream, const Place& at, const float (&x)[1]) {
   write(stream, at.first, x[0]);
+}
+
+// The first bytes of lower halves.
+template <int kWidth>
+HDET_DEVICE void store_low_bytes(void* stream, const Place& at, const float (&x)[kWidth]) {
+  uint32_t words[2] = {};
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i)
+    words[i / 4] |= static_cast<uint32_t>(lower_half(x[i]) >> 8) << 8 * (i % 4);
+  if constexpr (kWidth == 1) write(stream, at.first, static_cast<uint8_t>(words[0]));
+  else write_bytes(stream, at, words);
 }
 
 // To nearest.
@@ -236,22 +275,33 @@ struct Param {
     } else {
       cuda::load(type, param, at, raw);
       if (constant == Master::split) load_lower(master, at, raw);
+      else if (constant == Master::split24) load_low_bytes(master, at, raw);
     }
   }
 
   template <int kWidth>
   HDET_DEVICE void unpack(const Raw<kWidth>& raw, float (&out)[kWidth]) const {
     const Kind constant = kind;
-    if (constant == Master::split) unpack_split(raw, out);
+    if (is_split(constant)) unpack_split(raw, constant == Master::split24, out);
     else if (constant == Master::f32) cuda::unpack(Float(), raw, out);
     else cuda::unpack(type, raw, out);
+  }
+
+  // What split24 holds of them, to nearest: before a store.
+  template <int kWidth>
+  HDET_DEVICE void round(float (&x)[kWidth]) const {
+    const Kind constant = kind;
+    if (constant != Master::split24) return;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) x[i] = to_24(x[i]);
   }
 
   template <int kWidth>
   HDET_DEVICE void store(const Place& at, const float (&x)[kWidth]) const {
     const Kind constant = kind;
-    if (constant == Master::split) {
+    if (is_split(constant)) {
       store_halves<kWidth>(param, at, [&](int i) { return upper_half(x[i]); });
+      if (constant == Master::split24) return store_low_bytes(master, at, x);
       store_halves<kWidth>(master, at, [&](int i) { return lower_half(x[i]); });
     } else {
       if (constant == Master::f32) store_floats(master, at, x);
@@ -264,8 +314,7 @@ template <class Type, class Kind>
 HDET_DEVICE Param<Type, Kind> param_at(Type type, Kind kind, void* param, void* master,
                                        int64_t offset) {
   return {type, kind, advance(param, type, offset),
-          kind == Master::none ? nullptr
-                               : advance(master, kind == Master::f32 ? DType::f32 : type, offset)};
+          kind == Master::none ? nullptr : advance(master, type_of(kind), offset)};
 }
 
 // How a chunk is cut: `head` elements one by one, `turns` turns of eight, and the rest one by one.
@@ -286,7 +335,7 @@ HDET_DEVICE int head_of(const void* stream, DType type, bool wide) {
 // Whether a stream that starts here can be accessed in vectors after `head` elements. Null is no
 // stream.
 HDET_DEVICE bool in_step(const void* stream, DType type, int head, bool wide) {
-  const int unit = wide && type != DType::f32 ? kEight : 4;
+  const int unit = wide && size_of(type) == 2 ? kEight : 4;
   const auto place = reinterpret_cast<std::uintptr_t>(stream) / size_of(type);
   return stream == nullptr || (static_cast<int>(place % unit) + head) % unit == 0;
 }
@@ -294,8 +343,7 @@ HDET_DEVICE bool in_step(const void* stream, DType type, int head, bool wide) {
 template <class Type, class Kind>
 HDET_DEVICE bool in_step(const Param<Type, Kind>& p, int head, bool wide) {
   return in_step(p.param, p.type, head, wide) &&
-         (p.kind == Master::none ||
-          in_step(p.master, p.kind == Master::f32 ? DType::f32 : p.type, head, wide));
+         (p.kind == Master::none || in_step(p.master, type_of(p.kind), head, wide));
 }
 
 // `vectors`: whether all streams are in step. Otherwise the chunk is done one by one.

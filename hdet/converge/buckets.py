@@ -15,6 +15,7 @@ import torch.distributed as dist
 from .. import kernels
 from ..core.validate import whole
 from ..kernels.checks import FLOATS
+from ..kernels.numbers import is_lower
 from ..optim.snapshot import Masters
 from ..replicas import Replicas
 from ..tensors.dtensor import local_parts
@@ -32,7 +33,7 @@ So is a large float32 master, from which its parameter is rounded afterwards.
 class Part(NamedTuple):
     """A tensor, or a piece of one, and its master.
 
-    A master is float32, or int16: the lower half of a bfloat16 tensor's exact value.
+    A master is float32, or the lower half of a bfloat16 tensor's value (`numbers.LOWER`).
     """
 
     tensor: torch.Tensor
@@ -41,7 +42,7 @@ class Part(NamedTuple):
     @property
     def value(self) -> torch.Tensor:
         """What is averaged; with `lower`, where the master is the lower half."""
-        if self.master is None or self.master.dtype == torch.int16:
+        if self.master is None or is_lower(self.master):
             return self.tensor
         return self.master
 

@@ -143,17 +143,19 @@ class Engine:
         return left if total is None else min(left, max(0, total - self.step))
 
     @property
-    def may_part(self) -> bool:
+    def may_differ(self) -> bool:
         """May replicas differ? Before `Sync.begin`, and while a search goes on beyond it, they
         share gradients and train alike."""
-        return self._may_part(self.first, self.is_searching)
+        return self._may_differ(self.first, self.is_searching)
 
-    def may_part_after(self, state: Any) -> bool:
-        """`may_part` once this state is loaded. Raises ValueError for one that does not say."""
+    def may_differ_after(self, state: Any) -> bool:
+        """`may_differ` once this state is loaded. Raises ValueError for one that does not say."""
         values = read(state, CYCLE_FIELDS, "the ensemble's state")
-        return self._may_part(values["step"] - values["position"], self._goes_on_searching(values))
+        return self._may_differ(
+            values["step"] - values["position"], self._goes_on_searching(values)
+        )
 
-    def _may_part(self, first: int, is_searching: bool) -> bool:
+    def _may_differ(self, first: int, is_searching: bool) -> bool:
         begin = self.clock.begin
         return not begin or (first >= begin and not is_searching)
 
@@ -190,7 +192,7 @@ class Engine:
     @property
     def explores(self) -> bool:
         """Can replicas differ by their knobs in the running cycle?"""
-        if not self.may_part:
+        if not self.may_differ:
             return False
         if self.plan.multipliers is not None:
             return any(len(set(row)) > 1 for row in self.multipliers())
@@ -202,7 +204,7 @@ class Engine:
         to be written to."""
         if self._table is not None:  # kept: at 1 024 replicas hashing is most of a cycle's cost
             return self._table
-        if self.plan.multipliers is not None and self.may_part:
+        if self.plan.multipliers is not None and self.may_differ:
             self._table = [list(row) for row in self.plan.multipliers]
         elif self.explores:
             self._table = table_of(self.design, self.seed, self.cycle, self.values, self.replicas)

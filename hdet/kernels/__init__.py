@@ -82,8 +82,8 @@ def average_plan(
     """Prepares the weighted mean of K co-resident sets: K lists of tensors of equal shapes and
     dtypes, contiguous, on one device, apart.
 
-    Where a parameter has a master (float32, or int16 as the lower half of the split form) the mean
-    is of the masters and both are written. Raises ValueError or TypeError for anything else.
+    Where a parameter has a master (float32, or int16 or int8 of a split form, `numbers.LOWER`) the
+    mean is of the masters and both are written. Raises ValueError or TypeError for anything else.
 
     Example::
 
@@ -109,8 +109,8 @@ def copy_plan(
     """Prepares `copy(scale)` of one set of tensors to another; a source and a destination may not
     overlap.
 
-    float32, bfloat16 and float16 in any combination. `source_lowers`: the int16 lower halves of
-    bfloat16 sources in the split form. `masters`: float32 or int16 (split) masters of the
+    float32, bfloat16 and float16 in any combination. `source_lowers`: the lower halves of bfloat16
+    sources in a split form (`numbers.LOWER`). `masters`: float32 or split masters of the
     destinations, written with them: the way back from a communication bucket. The native backends
     take contiguous tensors on one device, the torch backend any floating dtypes and strides. Raises
     ValueError or TypeError for anything else.

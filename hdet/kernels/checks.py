@@ -13,14 +13,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..rules import COUPLED, DECOUPLED, RULES, StepSettings
 from .interface import Column, StepOptions, StepTensors
-from .numbers import CODES, count_scales
+from .numbers import CODES, LOWER, count_scales, is_lower
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MOMENTS = (torch.float32, torch.bfloat16, CODES)
-MASTER_TYPES = (torch.float32, torch.int16)
+MASTER_TYPES = (torch.float32, *LOWER)
 MASTERS = {
     torch.float32: (),
-    torch.bfloat16: MASTER_TYPES,  # int16: the split form
+    torch.bfloat16: MASTER_TYPES,
     torch.float16: (torch.float32,),
 }
 
@@ -315,10 +315,10 @@ def check_pairs(
     if source_lowers is not None:
         read += _check_masters(sources, source_lowers, "", any_layout)
         for i, lower in enumerate(source_lowers):
-            if lower is not None and lower.dtype != torch.int16:
+            if lower is not None and not is_lower(lower):
                 raise TypeError(
                     f"lower half of source {i} has the dtype {lower.dtype}; it must be "
-                    "torch.int16: pass a float32 master as the source"
+                    f"{_listed(LOWER)}: pass a float32 master as the source"
                 )
     if not any_layout:
         _check_sides_apart(read, written)

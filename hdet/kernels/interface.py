@@ -31,11 +31,11 @@ class StepTensors:
     scales: the same of codes, float32, one for each block of 256 elements; None for other tensors,
     and where no tensor has codes.
     masters: K lists. None for a parameter without one; float32: the parameter is its rounded copy;
-    int16: the lower half of a bfloat16 parameter's exact float32 value (the split form,
-    csrc/core/numbers.h).
+    int16: the lower half of a bfloat16 parameter's exact float32 value; int8: the first 8 bits of
+    it, of a value of 24 bits (the split forms, csrc/core/numbers.h).
     ids: numbers of the tensors for stochastic rounding, default their positions.
-    stochastic: the seed of stochastic rounding of bfloat16 parameters without a master and of
-        bfloat16 second moments; None rounds to nearest.
+    stochastic: the seed of stochastic rounding of bfloat16 parameters without a master, values of
+        24 bits and bfloat16 second moments; None rounds to nearest.
     first_replica: number of the first of the K replicas, for random numbers.
     averages: what `emas` are, at most three.
     emas: of each average K lists of n float32 tensors, which a step moves to what it has made of
@@ -164,5 +164,5 @@ class Backend(Protocol):
         source_lowers: Column | None,
         masters: Column | None,
     ) -> CopyPlan:
-        """`source_lowers`: int16 lower halves of bfloat16 sources; `masters`: float32 or int16, of
-        the destinations, written with them."""
+        """`source_lowers`: lower halves of bfloat16 sources; `masters`: of the destinations,
+        written with them."""

@@ -1,6 +1,6 @@
 """Numbers in memory, in torch: csrc/core/numbers.h, philox.h and eight_bit.h.
 
-Ways of storing a float32 in 16 bits, the random numbers for one of them, and moments in 8 bits.
+Ways of storing a float32 in 16 bits or 24, the random numbers for some, and moments in 8 bits.
 Unsigned 32-bit arithmetic is done in int64, whose products wrap around where they must.
 
 Moments in 8 bits are blocks of 256 numbers, each with a float32 scale, and codes from a table that
@@ -39,34 +39,57 @@ def _as_16(bits: Tensor) -> Tensor:
     return torch.where(bits >= 0x8000, bits - 0x10000, bits).to(torch.int16)
 
 
+LOWER = (torch.int16, torch.int8)
+"""what stands beside a bfloat16 in the split forms: the 16 bits that it lacks of a float32, or the
+first 8 of them, of a number of 24 bits"""
+
+
+def is_lower(master: Tensor | None) -> bool:
+    """Of a split form? Then it is no value without its parameter."""
+    return master is not None and master.dtype in LOWER
+
+
 def join(upper: Tensor, lower: Tensor) -> Tensor:
-    """The float32 of a bfloat16 and its int16 lower half: the split form, exact for every number;
-    zero where upper was set to zero."""
+    """The float32 of a bfloat16 and what stands beside it: the split forms, exact for every number
+    of 32 or 24 bits; zero where upper was set to zero."""
     # the lower half counts as signed: from 0x8000 on the upper half was rounded up, which never
     # makes a zero
     high = upper.view(torch.int16).int() << 16
-    bits = torch.where((upper == 0) & (lower < 0), high, high + lower.int())
-    return bits.view(torch.float32)
+    low = lower.int() << 16 - 8 * lower.itemsize
+    return torch.where((upper == 0) & (lower < 0), high, high + low).view(torch.float32)
 
 
-def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 as (bfloat16 rounded to nearest, ties away from zero; int16 lower half).
+def split(x: Tensor, dtype: torch.dtype = torch.int16) -> tuple[Tensor, Tensor]:
+    """A float32 as (bfloat16 rounded to nearest, ties away from zero; lower half of this dtype).
+    To 24 bits it is rounded to nearest, ties to even.
 
     A NaN is 0x7fc0 and 0.
     """
+    if dtype == torch.int8:
+        x = to_24(x)
     bits = torch.where(x.isnan(), 0x7FC00000, _bits(x))
-    return _as_16((bits + 0x8000 & _LOW) >> 16).view(torch.bfloat16), _as_16(bits & 0xFFFF)
+    upper, lower = _as_16((bits + 0x8000 & _LOW) >> 16), _as_16(bits & 0xFFFF)
+    return upper.view(torch.bfloat16), (lower >> 16 - 8 * dtype.itemsize).to(dtype)
+
+
+def to_24(x: Tensor, random: Tensor | None = None) -> Tensor:
+    """Rounded to 24 bits: up with the probability of what is cut off, for a `random` uniform in
+    0 .. 255; else to nearest, ties to even. Infinities and NaN are exact."""
+    bits = _bits(x)
+    bits = bits + (0x7F + (bits >> 8 & 1) if random is None else random) & 0xFFFFFF00
+    rounded = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).int().view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x)
 
 
 def value_of(param: Tensor, master: Tensor | None) -> Tensor:
     if master is None:
         return param.float()
-    return master if master.dtype == torch.float32 else join(param, master)
+    return join(param, master) if is_lower(master) else master
 
 
 def store(value: Tensor, param: Tensor, master: Tensor | None) -> None:
-    if master is not None and master.dtype == torch.int16:
-        upper, lower = split(value.float())
+    if master is not None and is_lower(master):
+        upper, lower = split(value.float(), master.dtype)
         param.copy_(upper)
         master.copy_(lower)
         return

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..rules import StepSettings
+from ..rules import RULES, SCALARS, StepSettings
 from . import native
 from .checks import check_gradients, check_gradients_apart, check_options
 from .interface import PLAIN, Column, StepOptions, StepTensors
@@ -25,8 +25,8 @@ from .tables import (
     formats,
 )
 
-CONTROL_BYTES, ROW_BYTES, REPLICA_ROW_BYTES, EMA_ROW_BYTES = 16, 48, 8, 8
-"""of csrc/core/hyper.h: Control, HyperRow, ReplicaRow, EmaRow"""
+CONTROL_BYTES, ROW_BYTES, REPLICA_ROW_BYTES, EMA_ROW_BYTES = 16, 4 * (2 + SCALARS), 8, 8
+"""of csrc/core/hyper.h and rules.h: Control, HyperRow, ReplicaRow, EmaRow"""
 
 
 class NoReader:
@@ -79,12 +79,14 @@ class TableStepPlan:
             self.ema_settings = memory.place(
                 torch.tensor(numbers, dtype=torch.float64, device="cpu")
             )
+        self.codebooks = memory.place(codebook()) if t.coded() else None
+        self.chunks = self._cut()
+        self.num_sums = len(RULES[t.rule].trace.sums)
         ids = range(self.count) if t.ids is None else t.ids
         self.numbers = memory.place(
             torch.tensor([*ids, *t.groups], dtype=torch.int32, device="cpu")
         )
-        self.codebooks = memory.place(codebook()) if t.coded() else None
-        self.chunks = self._cut()
+        self.spans = memory.place(self.chunks.spans(self.elements)) if self.num_sums else None
         self.placed_chunks = memory.place(self.chunks.table)
         self._make_room()
         self.inputs = Inputs(memory, t)
@@ -103,17 +105,21 @@ class TableStepPlan:
         return chunks_of(self.elements, self.packed, self.memory.chunks, order)
 
     def _make_room(self) -> None:
-        """Memory for what the derive phase and the norm write."""
+        """Memory for what the derive phase, the norm and a rule's sums write."""
         count = self.count
         of_replicas = count * self.tensors.num_replicas * REPLICA_ROW_BYTES
         of_emas = count * len(self.tensors.averages) * EMA_ROW_BYTES
-        sizes = (CONTROL_BYTES, count * ROW_BYTES, of_replicas, of_emas, 8 * self.chunks.number)
+        of_chunks = 8 * self.chunks.number
+        sizes = (
+            *(CONTROL_BYTES, count * ROW_BYTES, of_replicas, of_emas),
+            *(of_chunks, self.num_sums * of_chunks),
+        )
         padded = [-(-size // 16) * 16 for size in sizes]
         parts = self.memory.room(sum(padded)).split(padded)
-        self.control, self.rows, self.replica_rows, self.ema_rows, partials = (
+        self.control, self.rows, self.replica_rows, self.ema_rows, partials, sums = (
             part[:size].view(torch.float32) for part, size in zip(parts, sizes, strict=True)
         )
-        self.partials = partials.view(torch.float64)
+        self.partials, self.sums = partials.view(torch.float64), sums.view(torch.float64)
         self.skipped, self.norm, _, self.unscaling = self.control
 
     def _point_to_chunks(self) -> None:

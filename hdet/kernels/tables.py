@@ -14,14 +14,17 @@ import torch
 from torch import Tensor
 
 from ..rules import StepSettings
+from ..rules.trace import MAX_MOMENTS
 from ..tensors.profiling import ranged
 from .checks import check_settings
 from .interface import Column, StepOptions, StepTensors
 from .numbers import CODES
 
 DTYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, CODES: 4}
-MASTERS = {None: 0, torch.float32: 1, torch.int16: 2}
-"""in the order of csrc/core/numbers.h: DType, Master"""
+DTYPES |= {torch.int16: 2, torch.int8: 4}
+"""of csrc/core/numbers.h: DType, and Master"""
+FORMAT_PLACES = (0, 1, 2, *range(4, 4 + MAX_MOMENTS))
+"""of gradient, parameter, master and moments in Chunk::formats, in four bits"""
 CHUNK_ELEMENTS, LEAST_CHUNK_ELEMENTS = 16384, 2048
 """64 KiB a stream of float32: a step's four streams fit an L2 cache. Whole blocks of codes."""
 
@@ -29,11 +32,10 @@ CHUNK_ELEMENTS, LEAST_CHUNK_ELEMENTS = 16384, 2048
 def formats(count: int, *columns: Column | None, stochastic: bool = False) -> list[int]:
     """Chunk::formats (csrc/core/numbers.h) of each tensor: how gradient, parameter, master and
     moments are stored."""
-    packed = [int(stochastic) << 24] * count
-    for place, column in enumerate(columns):
-        codes = MASTERS if place == 2 else DTYPES
+    packed = [int(stochastic) << 12] * count
+    for place, column in zip(FORMAT_PLACES, columns, strict=False):
         for i, tensor in enumerate(column or ()):
-            packed[i] |= codes[None if tensor is None else tensor.dtype] << 4 * place
+            packed[i] |= DTYPES[None if tensor is None else tensor.dtype] << 4 * place
     return packed
 
 
@@ -61,6 +63,13 @@ class Chunks(NamedTuple):
     @property
     def number(self) -> int:
         return len(self.table)
+
+    def spans(self, elements: Sequence[int]) -> Tensor:
+        """(tensors, 2) int64: the number of each tensor's first chunk, where tensors come in turn,
+        and how many elements it has."""
+        sizes = _numbers(elements)
+        counts = -(-sizes // max(self.longest, 1))
+        return torch.stack((counts.cumsum(0) - counts, sizes), 1)
 
 
 def chunks_of(

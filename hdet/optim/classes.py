@@ -12,14 +12,66 @@ from .fused import FusedOptimizer, Options, TorchOptions
 from .schedule_free import ScheduleFree
 
 __all__ = [
+    "FusedADOPT",
     "FusedAdEMAMix",
     "FusedAdam",
     "FusedAdamW",
+    "FusedAdan",
+    "FusedCautiousAdamW",
+    "FusedCautiousLion",
     "FusedLion",
+    "FusedMARS",
     "FusedNAdamW",
     "FusedSGD",
     "FusedScheduleFreeAdamW",
 ]
+
+
+class FusedADOPT(FusedOptimizer):
+    """ADOPT (Taniguchi et al. 2024, arXiv 2411.02853, Algorithm 2, with the clipping of its second
+    version): Adam that converges with any beta2, as each gradient is divided by the root of those
+    before it.
+
+    With gradient g, step count t and rate r = lr * multiplier (Eq. 2), from t = 2 on::
+
+        c = clip(g / max(sqrt(v), eps), (t - 1)^0.25)
+        m = beta1 * m + (1 - beta1) * c             exp_avg
+        v = beta2 * v + (1 - beta2) * g^2           exp_avg_sq
+        p = p * (1 - r * weight_decay) - r * m
+
+    The first step only sets v = g^2: the parameter does not change, nor does it decay.
+
+    Args:
+        others: as FusedAdamW. The step of a loaded state counts; FusedAdamW's exp_avg is of another
+            kind.
+
+    Raises ValueError or TypeError as FusedAdamW.
+
+    >>> parameter = torch.nn.Parameter(torch.ones(1))
+    >>> optimizer = hdet.FusedADOPT([parameter], lr=0.5)
+    >>> for _ in range(2):
+    ...     parameter.grad = torch.ones(1)
+    ...     optimizer.step()
+    ...     print(round(parameter.item(), 4))
+    1.0
+    0.95
+    """
+
+    rule = "adopt"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.9999),
+        eps: float | Tensor = 1e-06,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        decay_at: str = "replica",
+        **options: Unpack[Options],
+    ) -> None:
+        settings = [lr, betas, eps, weight_decay]
+        super().__init__(params, settings, decay_at=decay_at, **options)
 
 
 class FusedAdEMAMix(FusedOptimizer):
@@ -177,6 +229,136 @@ class FusedAdamW(FusedOptimizer):
         super().__init__(params, settings, decay_at=decay_at, **options)
 
 
+class FusedAdan(FusedOptimizer):
+    """Adan (Xie et al. 2022, arXiv 2208.06677, Algorithm 1), with decoupled decay as in AdamW: the
+    authors' code with no_prox=True.
+
+    With gradient g, step count t and rate r = lr * multiplier (Eq. 2)::
+
+        e = g - (gradient of the step before); 0 in the first
+        m = beta1 * m + (1 - beta1) * g                     exp_avg
+        d = beta2 * d + (1 - beta2) * e                     exp_avg_diff
+        n = beta3 * n + (1 - beta3) * (g + beta2 * e)^2     exp_avg_sq
+        u = (m / (1 - beta1^t) + beta2 * d / (1 - beta2^t)) / (sqrt(n / (1 - beta3^t)) + eps)
+        p = p * (1 - r * weight_decay) - r * u
+
+    Args:
+        betas: as in the authors' code; the paper writes 1 - beta.
+        others: as FusedAdamW. Four moments; neg_pre_grad is the gradient before, negated, as the
+            authors keep it.
+
+    Raises ValueError or TypeError as FusedAdamW.
+
+    >>> model = torch.nn.Linear(8, 1)
+    >>> optimizer = hdet.FusedAdan(model.parameters(), lr=1e-3)
+    >>> model(torch.ones(4, 8)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.state[model.bias]["neg_pre_grad"].item()
+    -4.0
+    """
+
+    rule = "adan"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: tuple[float | Tensor, float | Tensor, float | Tensor] = (0.98, 0.92, 0.99),
+        eps: float | Tensor = 1e-08,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        decay_at: str = "replica",
+        **options: Unpack[Options],
+    ) -> None:
+        settings = [lr, betas, eps, weight_decay]
+        super().__init__(params, settings, decay_at=decay_at, **options)
+
+
+class FusedCautiousAdamW(FusedOptimizer):
+    """Cautious AdamW (Liang et al. 2024, arXiv 2411.16085, Algorithm 1): FusedAdamW without those
+    elements of the direction that go up the gradient; the others are as much larger.
+
+    With gradient g, step count t and rate r = lr * multiplier (Eq. 2)::
+
+        m = beta1 * m + (1 - beta1) * g             exp_avg
+        v = beta2 * v + (1 - beta2) * g^2           exp_avg_sq
+        mask = 1 where m * g > 0, else 0
+        u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) * mask / max(mean(mask), 0.001)
+        p = p * (1 - r * weight_decay) - r * u
+
+    The mean is of a whole parameter, and takes a pass over gradient and exp_avg before the step.
+    Arguments, state and errors are those of FusedAdamW, and a state of either loads into the other.
+    Refused: sharded DTensors, whose means are on several ranks.
+
+    A run that FusedAdamW began:
+
+    >>> model = torch.nn.Linear(8, 1)
+    >>> before = hdet.FusedAdamW(model.parameters(), lr=1e-3)
+    >>> model(torch.ones(4, 8)).sum().backward()
+    >>> before.step()
+    >>> optimizer = hdet.FusedCautiousAdamW(model.parameters(), lr=1e-3)
+    >>> optimizer.load_state_dict(before.state_dict())
+    >>> optimizer.step()
+    >>> optimizer.state[model.weight]["step"].item()
+    2.0
+    """
+
+    rule = "cautious_adamw"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.001,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-08,
+        weight_decay: float | Tensor = 0.01,
+        amsgrad: bool = False,
+        *,
+        decay_at: str = "replica",
+        **options: Unpack[TorchOptions],
+    ) -> None:
+        settings = [lr, betas, eps, weight_decay, amsgrad]
+        super().__init__(params, settings, decay_at=decay_at, **options)
+
+
+class FusedCautiousLion(FusedOptimizer):
+    """Cautious Lion (Liang et al. 2024, arXiv 2411.16085): FusedLion without those elements of the
+    direction that go up the gradient; the others are as much larger.
+
+    With gradient g and rate r = lr * multiplier (Eq. 2)::
+
+        u = sign(beta1 * m + (1 - beta1) * g)
+        m = beta2 * m + (1 - beta2) * g             exp_avg
+        mask = 1 where u * g > 0, else 0
+        p = p * (1 - r * weight_decay) - r * u * mask / max(mean(mask), 0.001)
+
+    Arguments, state and errors are those of FusedLion, and a state of either loads into the other.
+    The mean is FusedCautiousAdamW's, and sharded DTensors are refused as there.
+
+    >>> parameter = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = hdet.FusedCautiousLion([parameter], lr=0.25)
+    >>> parameter.grad = torch.tensor([1.0, 0.0])
+    >>> optimizer.step()
+    >>> parameter.tolist()
+    [0.5, 1.0]
+    """
+
+    rule = "cautious_lion"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.0001,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
+        weight_decay: float | Tensor = 0.0,
+        *,
+        decay_at: str = "replica",
+        **options: Unpack[Options],
+    ) -> None:
+        settings = [lr, betas, weight_decay]
+        super().__init__(params, settings, decay_at=decay_at, **options)
+
+
 class FusedLion(FusedOptimizer):
     """Lion (Chen et al. 2023, Algorithm 2). One moment, and every element moves by the rate or not
     at all.
@@ -224,6 +406,55 @@ class FusedLion(FusedOptimizer):
         **options: Unpack[Options],
     ) -> None:
         settings = [lr, betas, weight_decay]
+        super().__init__(params, settings, decay_at=decay_at, **options)
+
+
+class FusedMARS(FusedOptimizer):
+    """MARS-AdamW (Yuan et al. 2024, arXiv 2411.10438, Algorithm 2), with the gradient of the step
+    before in the place of one of this batch at the weights before (the paper's MARS-approx).
+
+    With gradient g, step count t and rate r = lr * multiplier (Eq. 2)::
+
+        c = g + gamma * beta1 / (1 - beta1) * (g - last_grad)
+        c = c / max(1, norm(c))
+        m = beta1 * m + (1 - beta1) * c             exp_avg
+        v = beta2 * v + (1 - beta2) * c^2           exp_avg_sq
+        u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+        p = p * (1 - r * weight_decay) - r * u
+
+    The norm is of a whole parameter, and takes a pass over gradient and last_grad before the step.
+
+    Args:
+        gamma: how much of the difference of gradients counts.
+        others: as FusedAdamW. The authors step vectors (biases, norms) with AdamW, at a rate of
+            their own.
+
+    Raises ValueError or TypeError as FusedAdamW. Refused: sharded DTensors, whose norms are on
+    several ranks.
+
+    >>> model = torch.nn.Linear(8, 1)
+    >>> optimizer = hdet.FusedMARS(model.parameters(), lr=3e-3, weight_decay=0.1)
+    >>> model(torch.ones(4, 8)).sum().backward()
+    >>> optimizer.step()
+    >>> sorted(optimizer.state[model.bias])
+    ['exp_avg', 'exp_avg_sq', 'last_grad', 'step']
+    """
+
+    rule = "mars"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.003,
+        betas: tuple[float | Tensor, float | Tensor] = (0.95, 0.99),
+        eps: float | Tensor = 1e-08,
+        weight_decay: float | Tensor = 0.0,
+        gamma: float | Tensor = 0.025,
+        *,
+        decay_at: str = "replica",
+        **options: Unpack[Options],
+    ) -> None:
+        settings = [lr, betas, eps, weight_decay, gamma]
         super().__init__(params, settings, decay_at=decay_at, **options)
 
 

@@ -39,6 +39,7 @@ from .masters import (
     state_sets,
 )
 from .moment_storage import Dtype, are_coded, dtype_for
+from .release import GradientRelease
 from .state import Layout, of_each, replicas_for
 from .step_plans import Hyper, Member, Norms, Part, Planned
 
@@ -113,8 +114,9 @@ class FusedOptimizer(Optimizer):
             None: nothing, a step smaller than half the parameter's spacing is lost (see
             stochastic_rounding). "fp32": a float32 value, of which the parameter is the rounded
             copy. "split": the 16 bits that a bfloat16 parameter lacks to an exact float32 value;
-            the parameter is rounded to nearest, ties away from zero. float16 parameters get "fp32"
-            then.
+            the parameter is rounded to nearest, ties away from zero. "split24": the first 8 of
+            them, for a value of 24 bits, which a step rounds stochastically: to nearest, steps
+            below 2^-17 of a weight would be lost. float16 parameters get "fp32" with both.
         moment_dtype: how moments are stored, torch.float32 (None), torch.bfloat16 or "8bit". In
             bfloat16 a second moment is rounded stochastically: to nearest, an average with beta2 =
             0.999 would stand still. "8bit": codes in blocks of 256 elements with a scale each
@@ -145,12 +147,13 @@ class FusedOptimizer(Optimizer):
 
     State of a parameter, created in its first step with a gradient: `step` (0-d float32, on the
     parameter's device), the moments under torch's names, `master_param` (float32) or `remainder`
-    (int16; in `state_dict()` the same bits as bfloat16, which gloo and NCCL can gather), and with K
-    replicas `replica_params` and `replica_masters`, lists of K - 1 tensors. Each `step` counts for
-    its own parameter, also after a write to it; a parameter without a gradient does not count.
+    (int16; in `state_dict()` the same bits as bfloat16, which gloo and NCCL can gather; int8 of
+    "split24"), and with K replicas `replica_params` and `replica_masters`, lists of K - 1 tensors.
+    Each `step` counts for its own parameter, also after a write to it; a parameter without a
+    gradient does not count.
     States of torch's optimizer load here and ours there; moments and masters pass bitwise,
     whatever the parameter's dtype is. A state without masters gets them from the parameters, and
-    "fp32" and "split" load into each other exactly.
+    "fp32" and "split" load into each other exactly; for "split24" values are rounded to nearest.
 
     Moments in 8 bits: in `state` a moment is a uint8 tensor of codes, like the parameter, beside
     float32 scales under `<moment>_scale`. `state_dict()` has float32 values in their place, made
@@ -194,8 +197,8 @@ class FusedOptimizer(Optimizer):
     also when steps with others have come between. It also has the memory: capture again after a
     parameter, state or gradient has moved.
 
-    Costs, in bytes for each parameter. State: 4 per moment (2 in bfloat16, 1.016 in 8 bits), 4 or 2
-    for a master. Traffic of a float32 step: 8 per moment, 12 for parameter and gradient; with
+    Costs, in bytes for each parameter. State: 4 per moment (2 in bfloat16, 1.016 in 8 bits), 4, 2
+    or 1 for a master. Traffic of a float32 step: 8 per moment, 12 for parameter and gradient; with
     max_grad_norm 4 more, with zero_gradients 4 more, and 8 more for each further replica. A step
     with K replicas so moves 20 + 8 K bytes for AdamW, where K separate ones move 28 K. Other
     gradients than in the last step, also None here and there, cost one small copy, and other rates
@@ -207,6 +210,9 @@ class FusedOptimizer(Optimizer):
 
     is_averaged = False
     """Are the parameters an average over time?"""
+
+    release: GradientRelease | None = None
+    """what steps parameters in the backward pass, after release_gradients()"""
 
     rule: ClassVar[str]
     """by its name in hdet.rules, of which all follows that optimizers differ in"""
@@ -261,6 +267,8 @@ class FusedOptimizer(Optimizer):
         self._planned: Planned | None = None
         self._measured: Norms | None = None
         self._averaging: dict[torch.device, Averaging] = {}
+        if self.release is not None:
+            self.release.forget()
         self._plain = StepOptions()
 
     # -- groups ------------------------------------------------------------------------------------
@@ -281,6 +289,9 @@ class FusedOptimizer(Optimizer):
         group["params"] = list(once)
         if "param_names" in group:
             group["param_names"] = list(once.values())
+        if self.release is not None:
+            self.release.forget()  # of the number of groups
+            self.release.attach(once)
         for row in self.multipliers:
             row.append(1.0)
 
@@ -296,6 +307,10 @@ class FusedOptimizer(Optimizer):
 
     def _check_group(self, group: dict[str, Any], name: str) -> None:
         groups.check_settings(group, RULES[self.rule], name, type(self).__name__)
+
+    @property
+    def _draws_weights(self) -> bool:
+        return self.stochastic_rounding or self.master_weights == "split24"
 
     def _listed(self) -> list[Tensor]:
         return list(itertools.chain.from_iterable([group["params"] for group in self.param_groups]))
@@ -334,6 +349,14 @@ class FusedOptimizer(Optimizer):
         """
         if self.is_averaged:
             self._refuse_average("step()")
+        if self.release is not None:
+            if closure is not None:
+                raise ValueError(
+                    "gradients are released, so the closure's backward pass would step before "
+                    "step() begins: call loss.backward(), then step() without a closure"
+                )
+            self._measured = self.release.end(self)
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -399,15 +422,20 @@ class FusedOptimizer(Optimizer):
                 "capturing it"
             )
         chosen = set(range(len(params))).difference(absent).union(kept)
-        return self._plan(params, sized, sorted(chosen))
+        return self._plan(params, sized, sorted(chosen), self.state)
 
     def _plan(
-        self, params: list[Tensor], sized: list[tuple[int, Kind]], chosen: list[int]
+        self,
+        params: list[Tensor],
+        sized: list[tuple[int, Kind]],
+        chosen: list[int],
+        container: dict[Tensor, dict[str, Any]],
+        first: int = 0,
     ) -> Planned:
-        """Plans for the parameters at these places, and what is to be added to their states once a
-        step has been done."""
+        """Plans for the parameters at these places, and what is to be added to their states, in
+        `container`, once a step has been done. `first`: the number of the first parameter."""
         group_of = [group for group, (size, _) in enumerate(sized) for _ in range(size)]
-        states = {i: self.state[param] for i, param in enumerate(params) if param in self.state}
+        states = {i: container[param] for i, param in enumerate(params) if param in container}
         members, entries = {}, {}
         for i in chosen:
             sets, kind = self._replicas_of(params[i]), sized[group_of[i]][1]
@@ -416,14 +444,14 @@ class FusedOptimizer(Optimizer):
             entries[params[i]], states[i] = made, plans.with_entries(kept, made)
             unused = () if kind.keeps_moments else kind.rule.moments
             used = {key: x for key, x in states[i].items() if not key.startswith(unused)}
-            members[i] = plans.member(i, group_of[i], sets, used)
+            members[i] = plans.member(i, group_of[i], sets, used, first + i)
         parts = [
             part
             for device, places in plans.by_device(params, chosen).items()
             for part in self._parts(device, [members[i] for i in places])
         ]
         parts.sort(key=lambda part: part.in_turns)  # last: kernels may still refuse
-        return Planned(params, sized, parts, members, states, entries, self.state)
+        return Planned(params, sized, parts, members, states, entries, container)
 
     def _parts(self, device: torch.device, members: list[Member]) -> list[Part]:
         """Plans for parameters of one device."""
@@ -434,18 +462,80 @@ class FusedOptimizer(Optimizer):
         kernels.select(self.backend, device)
         groups_of = sorted({member.group for member in members})
         rule = RULES[self.rule]
-        draws = self.moment_dtype == torch.bfloat16 and not all(rule.signed)
+        draws = self._draws_weights or (
+            self.moment_dtype == torch.bfloat16 and not all(rule.signed)
+        )
         tensors = plans.step_tensors(
             self.rule,
             members,
             [groups_of.index(member.group) for member in members],
             rule.moments,
             averages=self.ema,
-            stochastic=self.seed if self.stochastic_rounding or draws else None,
+            stochastic=self.seed if draws else None,
             first_replica=self.first_replica + replica,
         )
         plan = kernels.step_plan(tensors, self.backend)
         return Part(plan, [member.place for member in members], groups_of, device)
+
+    # -- released gradients ------------------------------------------------------------------------
+
+    def release_gradients(self) -> None:
+        """From now on `loss.backward()` steps each parameter as soon as it has its gradient, which
+        is dropped: of gradients one is there at a time. The loop stays as it is; `step()` ends the
+        step, and raises RuntimeError where no backward pass came before it.
+
+        The steps are bitwise the usual ones, but for max_grad_norm: gradients are clipped by the
+        norm of the step before, as that of this one is not known yet, and each parameter's by its
+        own, too; a parameter whose norm is not finite is skipped, and others are not. With math.inf
+        norms are measured, and nothing is clipped.
+
+        Several micro-batches: all but the last inside of `keep_gradients()`, whose gradients then
+        take their memory, as without release. FSDP2 releases shards. Refused: DDP, whose
+        gradients are averaged later, and with it plain tensors of several processes; an Ensemble,
+        `find_rate`, a GradScaler (at its first step), closures, zero_gradients, and max_grad_norm
+        of DTensors and of FusedMuon's matrices. Not undone: make another optimizer.
+
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = hdet.FusedAdamW(model.parameters())
+        >>> optimizer.release_gradients()
+        >>> model(torch.ones(4, 8)).square().mean().backward()
+        >>> model.weight.grad is None
+        True
+        >>> optimizer.step()
+        """
+        if getattr(self, "_hdet_fan_out", None) is not None:
+            raise ValueError(
+                "an Ensemble acts inside optimizer.step(), and released gradients are stepped in "
+                "loss.backward(): close() it first"
+            )
+        if self.release is None:
+            self.release = GradientRelease(self)
+            self.forget_plans()
+        self.release.attach(self._listed())
+
+    @contextmanager
+    def keep_gradients(self) -> Iterator[None]:
+        """Inside, backward passes add up gradients and step nothing, whether they are released or
+        not: for the micro-batches before the last."""
+        release = self.release
+        if release is None:
+            yield
+            return
+        release.keeps = True
+        try:
+            yield
+        finally:
+            release.keeps = False
+
+    def check_mode(self, what: str) -> None:
+        """Raises RuntimeError where the parameters are not the weights that are trained."""
+        self._refuse_average(what)
+
+    @property
+    def _all_planned(self) -> list[Planned]:
+        if self.release is not None:
+            return self.release.planned
+        return [] if self._planned is None else [self._planned]
 
     # -- what a step can do beside stepping --------------------------------------------------------
 
@@ -491,6 +581,8 @@ class FusedOptimizer(Optimizer):
     def step_skipped(self) -> Tensor | None:
         """1 if the last step was skipped, for an infinite gradient or norm; 0-d float32 on the
         device. None before the first step."""
+        if self.release is not None:
+            return self.release.skipped
         active = self._planned.active if self._planned else []
         return active[0][1].plan.skipped if active else None
 
@@ -502,7 +594,7 @@ class FusedOptimizer(Optimizer):
         One small asynchronous copy, and none if nothing has changed. Raises RuntimeError before the
         first step.
         """
-        if self._planned is None:
+        if self.release is not None or self._planned is None:
             raise RuntimeError(
                 "write_hyperparameters() needs a step before: there is no table to write to"
             )
@@ -606,13 +698,12 @@ class FusedOptimizer(Optimizer):
             sets = [[*column, *(kept[k] for kept in beside)] for k, column in enumerate(sets)]
             masters = masters and [[*column, *([None] * len(beside))] for column in masters]
             self._averaging.setdefault(device, Averaging())(sets, masters, shares, self.backend)
-        if self._planned is not None:
-            self._planned.watch.refresh()
+        self._refresh_watches()
 
     @torch.no_grad()
     def masters(self, params: Sequence[Tensor], replica: int = 0) -> list[Tensor | None]:
-        """The master of each of these parameters in that replica: float32, or int16 (the lower half
-        of a split one), or None.
+        """The master of each of these parameters in that replica: float32, or int16 or int8 (the
+        lower half of a split one), or None.
 
         What has been written to parameters in place is taken over first, so that masters say what
         the model is now. Tensors that the optimizer does not step, and states before their first
@@ -637,9 +728,9 @@ class FusedOptimizer(Optimizer):
     def _take_over(self) -> None:
         if self.is_averaged:
             return
-        if self._planned is not None:
-            self._planned.watch.check()
-        else:
+        for planned in self._all_planned:
+            planned.watch.check()
+        if not self._all_planned:
             Watch([(p, self.state[p]) for p in self._listed() if p in self.state]).check()
 
     @torch.no_grad()
@@ -712,8 +803,11 @@ class FusedOptimizer(Optimizer):
                 for (own, _), weight in zip(pairs, weights, strict=True):
                     own.copy_(weight)
             self.is_averaged = False
-            if self._planned is not None:
-                self._planned.watch.refresh()
+            self._refresh_watches()
+
+    def _refresh_watches(self) -> None:
+        for planned in self._all_planned:
+            planned.watch.refresh()
 
     def _refuse_average(self, what: str) -> None:
         """Of what needs the weights in the parameters."""

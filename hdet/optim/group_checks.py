@@ -11,6 +11,7 @@ from torch import Tensor
 from hdet.kernels.checks import FLOATS
 from hdet.rules import Facts, Rule
 
+from .masters import MASTER_DTYPES
 from .moment_storage import EIGHT_BIT
 
 _OFF = ("amsgrad", "differentiable")
@@ -63,24 +64,13 @@ def check_params(params: Any, name: str) -> None:
             )
 
 
-def check_dimensions(params: Any, name: str, stacked: bool) -> None:
-    """Refuses parameters that are no matrices, nor stacks of them in a group that says so."""
-    for i, param in enumerate(_tensors(params)):
-        if isinstance(param, Tensor) and (param.ndim < 2 or (param.ndim > 2 and not stacked)):
-            stack = ", or say stacked=True if it is a stack of matrices" if param.ndim > 2 else ""
-            raise ValueError(
-                f"parameter {i} of {name} has the shape {tuple(param.shape)}, and use_muon=True is "
-                f"for matrices: put it into a group with use_muon=False{stack}"
-            )
-
-
 def check_storage(
     master_weights: object, moment_dtype: object, seed: object, decay_at: object
 ) -> None:
     """The arguments that say how the state is kept."""
-    if master_weights not in (None, "fp32", "split"):
+    if master_weights not in (choices := (None, *MASTER_DTYPES)):
         raise ValueError(
-            f'master_weights={master_weights!r} is unknown; choose None, "fp32" or "split"'
+            f"master_weights={master_weights!r} is unknown; choose {', '.join(map(repr, choices))}"
         )
     if moment_dtype not in (None, torch.float32, torch.bfloat16, EIGHT_BIT):
         raise ValueError(

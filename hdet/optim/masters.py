@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from hdet.kernels import numbers
+from hdet.rules import WEIGHTS
 from hdet.tensors import dtensor as shards
 
 from . import lists
 
 EMA_KEYS = ("ema", "ema_1", "ema_2")
 """averages of the weights over time (hdet/kernels/ema.py)"""
-BESIDE_KEYS = ("z", *EMA_KEYS)
+BESIDE_KEYS = (*WEIGHTS, *EMA_KEYS)
 """float32 weights beside the parameters, as which they begin; each replica has its own. They are
 averaged as parameters are."""
 REPLICA_KEYS = ("replica_params", "replica_masters", *(f"replica_{key}" for key in BESIDE_KEYS))
@@ -45,28 +46,39 @@ def kept_beside(state: Mapping[str, Any], key: str) -> list[Tensor]:
     return [] if first is None else [first, *(state.get(f"replica_{key}") or ())]
 
 
+MASTER_DTYPES: dict[str | None, torch.dtype] = {
+    "fp32": torch.float32,
+    "split": torch.int16,
+    "split24": torch.int8,
+}
+"""of a bfloat16 parameter's master, by `master_weights`"""
+
+
 def own_master(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """A master that is the parameter's own value: float32, or int16 as the lower half."""
+    """A master that is the parameter's own value: float32, or a lower half."""
     values = param.detach()
-    if dtype == torch.int16:
+    if dtype in numbers.LOWER:
         return torch.zeros_like(values, dtype=dtype)
     return values.to(dtype, copy=True)
 
 
 def make_master(param: Tensor, kept: Tensor | None, dtype: torch.dtype) -> Tensor:
     """A master in the wanted form: moved or converted from one there is, else the parameter's own
-    value."""
+    value. To 24 bits it is rounded to nearest."""
     values = param.detach()
-    if kept is None or (kept.dtype == torch.int16 and param.dtype != torch.bfloat16):
+    if kept is None or (numbers.is_lower(kept) and param.dtype != torch.bfloat16):
         return own_master(param, dtype)
     kept = kept.to(param.device)
-    if dtype == torch.float32:
-        return numbers.join(values, kept) if kept.dtype == torch.int16 else kept.to(dtype)
-    if kept.dtype == torch.int16:
+    if kept.dtype == dtype:
         return kept
-    # Both halves are rewritten: the split form rounds ties away from zero, a rounded copy to even.
-    upper, lower = numbers.split(kept)
-    current = kept.to(torch.bfloat16) == values
+    exact, was_split = numbers.value_of(values, kept).float(), numbers.is_lower(kept)
+    # Parameters are rewritten: a split form rounds ties away from zero, a rounded copy to even.
+    if dtype == torch.float32:
+        if was_split:
+            values.copy_(exact)
+        return exact
+    upper, lower = numbers.split(exact, dtype)
+    current = (exact.to(torch.bfloat16) == values) | was_split
     values.copy_(torch.where(current, upper, values))
     return torch.where(current, lower, torch.zeros_like(lower))
 
@@ -82,7 +94,7 @@ def like_first(param: Tensor, first: Tensor, master: Tensor) -> Tensor:
 def reset_master(param: Tensor, master: Tensor) -> None:
     """The master becomes exactly the parameter."""
     param, master = shards.local(param), shards.local(master)
-    if master.dtype == torch.int16:
+    if numbers.is_lower(master):
         master.zero_()
     else:
         master.copy_(param)

@@ -9,6 +9,7 @@ sent twice, in the dtype of Newton-Schulz; there in float32 if that is float16.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +25,10 @@ from hdet.kernels import StepOptions, StepSettings, StepTensors
 from hdet.kernels.checks import check_step_tensors
 from hdet.kernels.interface import PLAIN, Column
 from hdet.tensors import dtensor as shards
+from hdet.tensors import strides
 
 from .newton_schulz import Iteration, given_in, of_stacks, orthogonalise, stands, work
+from .readings import Reading, adjustment
 from .step_plans import Member
 
 _BATCH_ELEMENTS = 1 << 26
@@ -38,6 +41,9 @@ _ROUNDS = 4
 More hide more, in smaller messages.
 """
 
+Readings = Mapping[int, Reading]
+"""by place"""
+
 MakeTensors = Callable[[Sequence[Member], Sequence[int]], StepTensors]
 """(matrices, the settings that each uses) -> what a plan for these works on"""
 
@@ -49,6 +55,11 @@ class Row(NamedTuple):
     how: Iteration
     adjust: str | None
 
+    def factor(self, shape: Sequence[int], reading: Reading) -> float:
+        """Of directions (..., m, n) in memory."""
+        rows, columns = shape[-2:][::-1] if reading.transposed else shape[-2:]
+        return adjustment(self.adjust, rows, columns)
+
 
 class MatrixStep(NamedTuple):
     """What one step brings. `rows`: by group. `gradients`: by place, of those that have one."""
@@ -58,12 +69,14 @@ class MatrixStep(NamedTuple):
     options: StepOptions
 
 
-def batches(matrices: Sequence[Member]) -> list[list[Member]]:
+def batches(matrices: Sequence[Member], readings: Readings) -> list[list[Member]]:
     """Of one group and one shape, up to transposition: first those that lie, then those that
     stand."""
-    alike: dict[tuple[int, ...], list[Member]] = {}
+    alike: dict[Any, list[Member]] = {}
     for matrix in matrices:
-        alike.setdefault((matrix.group, *sorted(matrix.param.shape[-2:])), []).append(matrix)
+        sides = [tuple(sorted(shape[-2:])) for shape in shapes_of(matrix, readings)]
+        is_transposed = readings[matrix.place].transposed
+        alike.setdefault((matrix.group, is_transposed, *sides), []).append(matrix)
     found: list[list[Member]] = []
     for members in alike.values():
         room = 0
@@ -74,17 +87,41 @@ def batches(matrices: Sequence[Member]) -> list[list[Member]]:
                 room = _BATCH_ELEMENTS
             found[-1].append(matrix)
             room -= elements
-    return [sorted(members, key=lambda matrix: stands(matrix.shape)) for members in found]
+    first_stands = lambda matrix: stands(shapes_of(matrix, readings)[0])
+    return [sorted(members, key=first_stands) for members in found]
 
 
-def adjustment(adjust: str | None, shape: Sequence[int]) -> float:
-    """What the rate of a matrix of `shape` (..., m, n) is multiplied by. torch.optim.Muon's
-    `adjust_lr_fn`."""
-    rows, columns = shape[-2:]
-    # Liu et al. 2025, Eq. 4: an orthogonal matrix has the root mean square 1 / sqrt(max(m, n))
-    if adjust == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns, 1))
-    return math.sqrt(max(1.0, rows / max(1, columns)))
+def shapes_of(matrix: Member, readings: Readings) -> list[torch.Size]:
+    """Of all of a parameter, not this rank's shard, in the order of its memory."""
+    given = strides.laid(torch.empty(matrix.param.shape, device="meta"), matrix.order)
+    return [view.shape for view in readings[matrix.place].matrices(given)]
+
+
+def make_directions(
+    made: Sequence[Tensor],
+    given: Sequence[Tensor],
+    readings: Sequence[Reading],
+    row: Row,
+    backend: str,
+) -> None:
+    """Writes the direction of each tensor, times `adjustment`. They may share memory."""
+    pairs = [
+        (to, of, row.factor(of.shape, reading))
+        for x, y, reading in zip(made, given, readings, strict=True)
+        for to, of in zip(reading.matrices(x), reading.matrices(y), strict=True)
+    ]
+    alike: dict[tuple[int, ...], list[tuple[Tensor, Tensor, float]]] = {}
+    for pair in pairs:
+        alike.setdefault(tuple(sorted(pair[1].shape[-2:])), []).append(pair)
+    targets: list[Tensor] = []
+    found: list[Tensor] = []
+    for members in alike.values():
+        to, of, factors = map(list, zip(*members, strict=True))
+        directions = orthogonalise(of, row.how, backend)
+        torch._foreach_mul_(directions, factors)
+        targets += to
+        found += directions
+    torch._foreach_copy_(targets, found)
 
 
 class Batch:
@@ -99,6 +136,7 @@ class Batch:
     def __init__(
         self,
         matrices: Sequence[Member],
+        readings: Readings,
         room: Tensor,
         dtype: torch.dtype,
         tensors: MakeTensors,
@@ -106,12 +144,12 @@ class Batch:
     ) -> None:
         """`room`: others may use it between two steps. `dtype`: of directions."""
         self.matrices = matrices
+        self.readings = [readings[matrix.place] for matrix in matrices]
         self.given = room[: sum(matrix.shape.numel() for matrix in matrices)]
         self.directions = room.view(dtype)[: len(self.given)]
         self.slots, self.ways = self._views(self.given), self._views(self.directions)
-        kinds = [(matrix.group, matrix.param.shape[-2:]) for matrix in matrices]
-        self._kinds = list(dict.fromkeys(kinds))
-        every = tensors(matrices, list(map(self._kinds.index, kinds)))
+        self._groups = list(dict.fromkeys(matrix.group for matrix in matrices))
+        every = tensors(matrices, [self._groups.index(matrix.group) for matrix in matrices])
         nothing = [None] * len(matrices)
         not_theirs = torch.zeros(len(matrices), dtype=torch.float32, device=room.device).unbind()
         average = replace(
@@ -135,33 +173,34 @@ class Batch:
         parts = line.split([shape.numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def stacks(self, line: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of a batch that lie, and those that stand."""
-        short, long = sorted(self.matrices[0].shape[-2:])
-        cut = sum(m.shape.numel() for m in self.matrices if not stands(m.shape))
-        lying, standing = (len(part) // max(1, short * long) for part in (line[:cut], line[cut:]))
-        return line[:cut].view(lying, short, long), line[cut:].view(standing, long, short)
+    @functools.cached_property
+    def _stacks(self) -> list[tuple[Tensor, Tensor]]:
+        """Of what is given and of directions, where all is here: those that lie, and those that
+        stand. [] where a matrix has blocks of several shapes."""
+        views = [r.matrices(slot) for r, slot in zip(self.readings, self.slots, strict=True)]
+        if max(map(len, views)) > 1:
+            return []
+        short, long = sorted(views[0][0].shape[-2:])
+        cut = sum(view.numel() for (view,) in views if not stands(view.shape))
+        counts = [n // max(1, short * long) for n in (cut, len(self.given) - cut)]
+        return [
+            (line[:cut].view(counts[0], short, long), line[cut:].view(counts[1], long, short))
+            for line in (self.given, self.directions)
+        ]
 
     def _take(self, rows: Mapping[int, Row]) -> None:
         if rows == self._rows:
             return
-        self._rows, self._averaging, self._following = rows, [], []
-        for group, shape in self._kinds:
-            s, _, adjust = rows[group]
-            factor = adjustment(adjust, shape)
-            # a step from zeros along u, at rate 1, is -u
-            self._averaging.append(
-                StepSettings(1.0, momentum=s.momentum, nesterov=s.nesterov, maximize=s.maximize)
-            )
-            self._following.append(
-                s._replace(
-                    lr=s.lr * factor,
-                    weight_decay=s.weight_decay / factor,
-                    momentum=0.0,
-                    nesterov=False,
-                    maximize=True,
-                )
-            )
+        self._rows = rows
+        settings = [rows[group].settings for group in self._groups]
+        # a step from zeros along u, at rate 1, is -u
+        self._averaging = [
+            StepSettings(1.0, momentum=s.momentum, nesterov=s.nesterov, maximize=s.maximize)
+            for s in settings
+        ]
+        self._following = [
+            s._replace(momentum=0.0, nesterov=False, maximize=True) for s in settings
+        ]
 
     def upload(self, rows: Mapping[int, Row], options: StepOptions) -> None:
         self._take(rows)
@@ -188,14 +227,15 @@ class Batch:
         present = self.average(step)
         if not present:
             return
-        how = step.rows[self.matrices[0].group].how
-        if len(present) < len(self.matrices):
-            made = orthogonalise([self.slots[i] for i in present], how, backend)
-            torch._foreach_copy_([self.ways[i] for i in present], made)
+        row = step.rows[self.matrices[0].group]
+        if len(present) < len(self.matrices) or not self._stacks:
+            made, given = ([line[i] for i in present] for line in (self.ways, self.slots))
+            make_directions(made, given, [self.readings[i] for i in present], row, backend)
         else:
-            stacks = of_stacks(*self.stacks(self.given), how, backend)
-            for kept, stack in zip(self.stacks(self.directions), stacks, strict=True):
-                kept.copy_(stack)
+            of_given, of_directions = self._stacks
+            stacks = of_stacks(*of_given, row.how, backend)
+            for kept, stack in zip(of_directions, stacks, strict=True):
+                torch.mul(stack, row.factor(stack.shape, self.readings[0]), out=kept)
         self.follow(step)
 
     def gathered(self, step: MatrixStep, backend: str) -> None:
@@ -207,9 +247,11 @@ class Batch:
         cut: list[Any] = [
             shards.like(self.slots[i], param) for i, param in zip(present, params, strict=True)
         ]
-        how = step.rows[self.matrices[0].group].how
-        made = orthogonalise([tensor.full_tensor() for tensor in cut], how, backend)
-        parts = [shards.part_of(full, param) for full, param in zip(made, params, strict=True)]
+        full = [tensor.full_tensor() for tensor in cut]
+        made = [torch.empty_like(tensor, dtype=self.directions.dtype) for tensor in full]
+        readings, row = [self.readings[i] for i in present], step.rows[self.matrices[0].group]
+        make_directions(made, full, readings, row, backend)
+        parts = [shards.part_of(x, param) for x, param in zip(made, params, strict=True)]
         torch._foreach_copy_([self.ways[i] for i in present], parts)
         self.follow(step)
 
@@ -260,15 +302,22 @@ class _Exchange:
     owner."""
 
     def __init__(
-        self, matrices: Sequence[Member], mesh: Any, mesh_dim: int, dtype: torch.dtype
+        self,
+        matrices: Sequence[Member],
+        readings: Readings,
+        mesh: Any,
+        mesh_dim: int,
+        dtype: torch.dtype,
     ) -> None:
+        self._readings = readings
         self.group, self.dtype = mesh.get_group(mesh_dim), dtype
         self.rank, self.ranks = mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)
         own = matrices[0].sets[0].device
         # another where shards are offloaded
         self.device = own if own.type == mesh.device_type else torch.device(mesh.device_type)
         pieces = [self._piece(matrix, mesh_dim) for matrix in matrices]
-        owned = shares([work(matrix.param.shape) for matrix in matrices], self.ranks)
+        shapes = [shapes_of(matrix, readings) for matrix in matrices]
+        owned = shares([sum(map(work, blocks)) for blocks in shapes], self.ranks)
         count = min(_ROUNDS, max(map(len, owned)))
         self.rounds = [
             [
@@ -308,12 +357,16 @@ class _Exchange:
         by_rank = [[next(found).view(piece.shape(rank)) for piece in mine] for rank in ranks]
         parts_of = zip(mine, *by_rank, strict=True)
         whole = {p.matrix.place: torch.cat(parts, dim=p.dim) for p, *parts in parts_of}
-        present = [p.matrix for p in mine if p.matrix.place in step.gradients]
-        for alike in batches(present):
-            how = step.rows[alike[0].group].how
-            directions = orthogonalise([whole[m.place] for m in alike], how, backend)
-            whole |= {m.place: one for m, one in zip(alike, directions, strict=True)}
         made = {place: full.to(self.dtype) for place, full in whole.items()}
+        present = [p.matrix for p in mine if p.matrix.place in step.gradients]
+        for alike in batches(present, self._readings):
+            make_directions(
+                [made[m.place] for m in alike],
+                [whole[m.place] for m in alike],
+                [self._readings[m.place] for m in alike],
+                step.rows[alike[0].group],
+                backend,
+            )
         parts = [p.part(made[p.matrix.place], rank).flatten() for rank in ranks for p in mine]
         nothing = torch.empty(0, dtype=self.dtype, device=self.device)
         waiting, received = self._swap(torch.cat([nothing, *parts]), there, here)
@@ -331,7 +384,12 @@ class MatrixPlan:
     """
 
     def __init__(
-        self, matrices: Sequence[Member], dtype: torch.dtype, tensors: MakeTensors, backend: str
+        self,
+        matrices: Sequence[Member],
+        readings: Readings,
+        dtype: torch.dtype,
+        tensors: MakeTensors,
+        backend: str,
     ) -> None:
         """`dtype`: of Newton-Schulz.
 
@@ -347,14 +405,15 @@ class MatrixPlan:
             given: Any = matrix.param
             dims = shards.sharding_dims(given, f"a matrix of shape {tuple(given.shape)}")
             # also a stack that is cut between its matrices
-            if all(_shard_dim(given, dim) < given.ndim - 2 for dim in dims):
+            first = 0 if readings[matrix.place].flat else given.ndim - 2  # dimension of a matrix
+            if all(_shard_dim(given, dim) < first for dim in dims):
                 whole.append(matrix)
             elif len(dims) == 1 and type(given.placements[dims[0]]).__name__ == "Shard":
                 along.setdefault((given.device_mesh, dims[0]), []).append(matrix)
             else:
                 several.append(matrix)
-        alone, gathered = batches(whole), batches(several)
-        exchanges = [_Exchange(members, *cut, dtype) for cut, members in along.items()]
+        alone, gathered = batches(whole, readings), batches(several, readings)
+        exchanges = [_Exchange(members, readings, *cut, dtype) for cut, members in along.items()]
         rounds = [(exchange, owned) for exchange in exchanges for owned in exchange.rounds]
         exchanged = [[piece.matrix for piece in chain(*owned)] for _, owned in rounds]
         together = [*alone, *gathered, *exchanged]
@@ -366,7 +425,7 @@ class MatrixPlan:
         ]
 
         def batch(members: Sequence[Member], t: int = 0) -> Batch:
-            return Batch(members, rooms[t % len(rooms)], dtype, tensors, backend)
+            return Batch(members, readings, rooms[t % len(rooms)], dtype, tensors, backend)
 
         self._whole, self._gathered = list(map(batch, alone)), list(map(batch, gathered))
         self._rounds = [

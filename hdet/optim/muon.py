@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,14 +16,14 @@ from typing_extensions import Unpack
 from hdet.kernels import StepSettings
 from hdet.kernels.checks import check_apart, check_group
 from hdet.rules import RULES, Facts
-from hdet.tensors import dtensor as shards
 
 from . import group_checks as groups
 from . import step_plans as plans
 from .fused import FusedOptimizer, Options
 from .matrices import MatrixPlan, Row
-from .newton_schulz import Iteration, Triple
-from .split_params import KEYS, MATRICES, split_groups
+from .newton_schulz import Iteration, Triple, fastest_dtype
+from .readings import Reading, check_names, readings_of
+from .split_params import KEYS, MATRICES, OF_SHAPES, split_groups
 from .state import Layout
 from .step_plans import Member, Part, Planned
 
@@ -57,13 +57,19 @@ class FusedMuon(FusedOptimizer):
             `hdet.optim.POLAR_EXPRESS`.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of AdamW.
         use_muon: (name, parameter) -> bool, for groups that do not say. Default: by names, which
-            have to be given then, see `hdet.optim.hidden_matrix`. A parameter of more than two
-            dimensions, such as a convolution's weight, is refused, unless "expert" is in its name
-            or its group says ``stacked: True``: then it is a stack of matrices, (E, m, n). Settings
-            of a group that it splits, such as lr and weight_decay, are those of both kinds.
-        ns_dtype: of Newton-Schulz, torch.float32, torch.bfloat16 or torch.float16, which is
-            three to eight times nearer to float32 than bfloat16. None: float32 on a CPU, bfloat16
-            elsewhere; torch's is bfloat16.
+            have to be given then, see `hdet.optim.hidden_matrix`. Settings of a group that it
+            splits, such as lr and weight_decay, are those of both kinds.
+        higher_dims: how a parameter of more than two dimensions is read. "stack": (E, m, n) is E
+            matrices, as of experts. "flatten": (out, in, h, w) is one of (out, in * h * w), as of a
+            convolution. None: as a stack where "expert" is in its name, else it is refused.
+        splits: the rows (or columns, if they add up to these) of the blocks of a matrix that is
+            several, such as a fused qkv: each block is orthogonalised and its rate adjusted as if
+            it were a parameter. ``{"qkv.weight": (768, 768, 768)}`` by the end of a name; or sizes
+            alone, of all matrices.
+        ns_dtype: of Newton-Schulz: torch.float32, torch.bfloat16, as torch's, or torch.float16,
+            which is three to eight times nearer to float64 than bfloat16. None: the fastest that is
+            as exact as torch's, float16 on GPUs, bfloat16 on CPUs with AMX, float32 on others; say
+            one where unlike machines train together, or their results are to agree.
         decay_at: as FusedAdamW, of both kinds.
         others: as FusedOptimizer. max_grad_norm is the norm of all gradients, of both kinds.
 
@@ -119,6 +125,8 @@ class FusedMuon(FusedOptimizer):
         adamw_eps: float = 1e-8,
         adamw_weight_decay: float = 1e-2,
         use_muon: Callable[[str, Tensor], bool] | None = None,
+        higher_dims: Literal["stack", "flatten"] | None = None,
+        splits: Mapping[str, Sequence[int]] | Sequence[int] | None = None,
         ns_dtype: torch.dtype | None = None,
         decay_at: str = "replica",
         **options: Unpack[Options],
@@ -139,6 +147,8 @@ class FusedMuon(FusedOptimizer):
                 "eps": eps,
                 "ns_steps": ns_steps,
                 "adjust_lr_fn": adjust_lr_fn,
+                "higher_dims": higher_dims,
+                "splits": splits,
             },
             False: {
                 "lr": adamw_lr,
@@ -150,8 +160,9 @@ class FusedMuon(FusedOptimizer):
         for use, kind in self._kinds.items():
             self._check_group({**kind, "use_muon": use}, "the defaults")
         if not isinstance(params, Tensor):  # which torch refuses
-            params = split_groups(params, use_muon)
+            params = split_groups(params, use_muon, higher_dims)
         super().__init__(params, (), decay_at=decay_at, **options)
+        check_names(group for group in self.param_groups if group["use_muon"])
 
     # -- groups ------------------------------------------------------------------------------------
 
@@ -178,7 +189,7 @@ class FusedMuon(FusedOptimizer):
             return  # the defaults of torch's base class: there are none
         if use:
             _check_muon(group, name)
-            groups.check_dimensions(group.get("params", ()), name, bool(group.get("stacked")))
+            readings_of(group, name)
         else:
             groups.check_settings({"maximize": False, **group}, RULES["adamw"], name, "FusedAdamW")
 
@@ -211,8 +222,9 @@ class FusedMuon(FusedOptimizer):
                         f"use_muon={use} of {name}, but that of this optimizer's is {not use}: "
                         "give its groups in this order"
                     )
-                for key in ours[i].keys() & {"name", "stacked"}:
-                    group.setdefault(key, ours[i][key])
+                group.update({key: ours[i][key] for key in OF_SHAPES if key in ours[i]})
+                if "name" in ours[i]:
+                    group.setdefault("name", ours[i]["name"])
         super().__setstate__(state)
 
     def _layout(self, param: Tensor) -> Layout:
@@ -249,7 +261,7 @@ class FusedMuon(FusedOptimizer):
 
     def _dtype_on(self, device: torch.device) -> torch.dtype:
         """Of Newton-Schulz."""
-        return self.ns_dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+        return self.ns_dtype or fastest_dtype(device.type)
 
     # -- planning ----------------------------------------------------------------------------------
 
@@ -258,34 +270,31 @@ class FusedMuon(FusedOptimizer):
         others = [m for m in members if not self.param_groups[m.group]["use_muon"]]
         made = super()._parts(device, others) if others else []
         if matrices:
-            for matrix in matrices:
-                _check_order(matrix)
             tensors = functools.partial(
                 plans.step_tensors,
                 "muon",
                 moments=("momentum_buffer",),
                 averages=self.ema,
-                stochastic=self.seed if self.stochastic_rounding else None,
+                stochastic=self.seed if self._draws_weights else None,
                 first_replica=self.first_replica,
             )
-            plan = MatrixPlan(matrices, self._dtype_on(device), tensors, self.backend)
+            readings = self._readings(matrices)
+            plan = MatrixPlan(matrices, readings, self._dtype_on(device), tensors, self.backend)
             places, groups_of = [m.place for m in matrices], sorted({m.group for m in matrices})
             made.append(Part(plan, places, groups_of, device, in_turns=True))
         # No matrix shares memory with what AdamW steps. Each kind has been looked at by itself.
         check_apart((f"parameter {m.place}", tensor) for m in members for tensor in m.sets)
         return made
 
-
-def _check_order(matrix: Member) -> None:
-    """A matrix may be transposed in memory: so is its direction."""
-    param, order = matrix.param, matrix.order
-    if order is not None and (
-        shards.is_sharded(param) or order[:-2] != tuple(range(param.ndim - 2))
-    ):
-        raise ValueError(
-            f"parameter {matrix.place} of shape {tuple(param.shape)} is not contiguous (strides "
-            f"{param.stride()}): use .contiguous()"
-        )
+    def _readings(self, matrices: Sequence[Member]) -> dict[int, Reading]:
+        """By place. A matrix may be transposed in memory: so is its direction."""
+        said: dict[int, Reading] = {}
+        first = 0
+        for i, group in enumerate(self.param_groups):
+            if group["use_muon"]:
+                said |= enumerate(readings_of(group, f"parameter group {i}"), first)
+            first += len(group["params"])
+        return {m.place: said[m.place].laid(m.param, m.order, m.place) for m in matrices}
 
 
 def _coefficients(group: Mapping[str, Any]) -> tuple[Triple, ...]:

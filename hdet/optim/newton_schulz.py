@@ -7,6 +7,7 @@ together, lying: no more rows than columns.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -52,6 +53,17 @@ class Iteration(NamedTuple):
     coefficients: tuple[Triple, ...]
     eps: float
     dtype: torch.dtype
+
+
+@functools.cache
+def fastest_dtype(device_type: str) -> torch.dtype:
+    """On GPUs float16, which is as fast as bfloat16 and takes several steps at a time. On a CPU
+    bfloat16 where it multiplies matrices (AMX), in a third of float32's time; without AMX it takes
+    twice to seven times that."""
+    if device_type != "cpu":
+        return torch.float16
+    has_amx = torch.backends.mkldnn.is_available() and torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if has_amx else torch.float32
 
 
 def given_in(dtype: torch.dtype) -> torch.dtype:

@@ -87,11 +87,15 @@ class ScheduleFree(FusedOptimizer):
         share = (total - group["weight_sum"]) / total if total else 0.0
         return super()._values(rule, {**group, "lr": after["scheduled_lr"], "average": share})
 
+    def check_mode(self, what: str) -> None:
+        super().check_mode(what)
+        if not all(group["train_mode"] for group in self.param_groups):
+            raise RuntimeError(f"this optimizer is in eval mode: call its train() before {what}")
+
     @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """See FusedOptimizer.step. Raises RuntimeError in eval mode."""
-        if not all(group["train_mode"] for group in self.param_groups):
-            raise RuntimeError("this optimizer is in eval mode: call its train() before a step")
+        self.check_mode("a step")
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             self.write_hyperparameters()
         loss = super().step(closure)
@@ -158,8 +162,7 @@ class ScheduleFree(FusedOptimizer):
                     value = numbers.value_of(own, master)
                     numbers.store(value + weight * (z - value), own, master)
             group["train_mode"] = train
-        if self._planned is not None:
-            self._planned.watch.refresh()
+        self._refresh_watches()
 
 
 class _InTurn:

@@ -135,9 +135,12 @@ def is_schedule_free(optimizer: Optimizer) -> bool:
 def weight_keys(optimizer: Optimizer) -> set[str]:
     """What its states have that is no moment: the parameters themselves, and weights beside
     them."""
-    inner = inner_optimizer(optimizer)
-    own = RULES[inner.rule].weights if isinstance(inner, FusedOptimizer) else ()
-    return {*WEIGHT_KEYS, *own}
+    return {*WEIGHT_KEYS, *_own_weights(inner_optimizer(optimizer))}
+
+
+def _own_weights(inner: Optimizer) -> tuple[str, ...]:
+    """Those that its rule keeps beside the parameters."""
+    return RULES[inner.rule].weights if isinstance(inner, FusedOptimizer) else ()
 
 
 def beside(optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -232,13 +235,13 @@ def reset_moments(optimizer: Optimizer) -> None:
 def _put_back(optimizer: Optimizer, kept: Mapping[Any, Mapping[str, Any]], weights: bool) -> None:
     """The state as it is in ``kept``, by key of `owners_in`.
 
-    What has been made since goes. ``weights``: those of `weight_keys` too. A schedule-free state
-    that has no z yet is made again, of the weights that the model has by then.
+    What has been made since goes. ``weights``: those of `weight_keys` too. A state
+    that lacks weights of its rule is made again, of the weights that the model has by then.
     """
     inner, state = inner_optimizer(optimizer), optimizer.state
     for key, owner in owners_in(optimizer):
         before = kept.get(key)
-        begins = weights and isinstance(inner, ScheduleFree) and "z" not in (before or {})
+        begins = weights and not {*_own_weights(inner)} <= (before or {}).keys()
         if owner in state and isinstance(inner, FusedOptimizer) and not begins:
             _renew(state[owner], owner, before or {}, weights, weight_keys(inner))
         elif before is not None:

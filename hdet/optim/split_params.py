@@ -33,7 +33,8 @@ KEYS = {True: tuple(MATRICES.settings), False: RULES["adamw"].keys}
 _TABLES = ("wte", "wpe")
 _HEADS = ("head", "lm_head", "classifier", "score", "unembed", "unembedding")
 _WRAPPERS = ("module", "model", "_orig_mod")
-_OF_BOTH = ("name", "stacked")
+OF_SHAPES = ("higher_dims", "splits")
+_OF_BOTH = ("name", *OF_SHAPES)
 """what a group may say that is split by its parameters' names"""
 
 
@@ -88,18 +89,22 @@ def hidden_matrices(model: nn.Module) -> UseMuon:
     )
 
 
-def split_groups(params: ParamsT, use_muon: UseMuon | None) -> list[dict[str, Any]]:
+def split_groups(
+    params: ParamsT, use_muon: UseMuon | None, higher_dims: str | None = None
+) -> list[dict[str, Any]]:
     """Groups that all say use_muon; none for no parameters, which torch refuses.
 
     Raises ValueError for matrices of which nobody says what they are.
     """
     entries: Sequence[Any] = list(params)
     if entries and not isinstance(entries[0], dict):
-        made = _split({"params": entries}, 0, use_muon)
+        made = _split({"params": entries}, 0, use_muon, higher_dims)
         if use_muon is None and isinstance(entries[0], tuple):
             _warn_of_output_layer(entries, made)
         return made
-    return [made for i, group in enumerate(entries) for made in _split(group, i, use_muon)]
+    return [
+        made for i, group in enumerate(entries) for made in _split(group, i, use_muon, higher_dims)
+    ]
 
 
 def _warn_of_output_layer(
@@ -117,7 +122,9 @@ def _warn_of_output_layer(
         )
 
 
-def _split(group: dict[str, Any], number: int, use_muon: UseMuon | None) -> list[dict[str, Any]]:
+def _split(
+    group: dict[str, Any], number: int, use_muon: UseMuon | None, higher_dims: str | None
+) -> list[dict[str, Any]]:
     if "use_muon" in group:
         return [group]
     given = group["params"]
@@ -133,8 +140,10 @@ def _split(group: dict[str, Any], number: int, use_muon: UseMuon | None) -> list
     kinds = [use for use in (True, False) if use in chosen] or [False]
     settings = {key: value for key, value in group.items() if key != "params"}
     pairs = zip(named, chosen, strict=True)
-    stacks = [name for (name, param), is_matrix in pairs if is_matrix and param.ndim > 2]
-    of_muon = {"stacked": True} if stacks and all(map(_is_expert, stacks)) else {}
+    experts = {_is_expert(name) for (name, p), is_matrix in pairs if is_matrix and p.ndim > 2}
+    # of which some are experts and some are not, the group has to say it
+    read_as = {frozenset([True]): "stack", frozenset([False]): higher_dims}
+    of_muon = {"higher_dims": read_as.get(frozenset(experts))} if experts else {}
     if len(kinds) == 1:
         return [{**of_muon, **settings, "params": entries, "use_muon": kinds[0]}]
     # what would be the setting of both
@@ -148,7 +157,7 @@ def _split(group: dict[str, Any], number: int, use_muon: UseMuon | None) -> list
     made = []
     for use in kinds:
         mine = [entry for entry, is_matrix in zip(entries, chosen, strict=True) if is_matrix == use]
-        others = set(KEYS[not use]).difference(KEYS[use])
+        others = {*KEYS[not use], *(() if use else OF_SHAPES)}.difference(KEYS[use])
         own = {key: value for key, value in settings.items() if key not in others}
         if "name" in own:
             own["name"] = f"{own['name']}/{'muon' if use else 'adamw'}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hdet.kernels import numbers
 from hdet.kernels.numbers import CODES
-from hdet.rules import Facts, is_signed
+from hdet.rules import Facts, Rule, is_signed
 from hdet.tensors import dtensor as shards
 from hdet.tensors import strides
 
@@ -21,6 +21,7 @@ from . import moment_storage as stored
 from .masters import (
     BESIDE_KEYS,
     EMA_KEYS,
+    MASTER_DTYPES,
     MASTER_KEYS,
     REPLICA_KEYS,
     kept_beside,
@@ -58,9 +59,12 @@ class Layout:
         """The state's name for this parameter's master, or None: a float32 parameter is its own."""
         if self.master_weights is None or param.dtype == torch.float32:
             return None
+        return "remainder" if self.master_dtype(param) in numbers.LOWER else "master_param"
+
+    def master_dtype(self, param: Tensor) -> torch.dtype:
         # a float16 parameter cannot be half of a float32 number
-        halves = self.master_weights == "split" and param.dtype == torch.bfloat16
-        return "remainder" if halves else "master_param"
+        is_half = param.dtype == torch.bfloat16
+        return MASTER_DTYPES[self.master_weights] if is_half else torch.float32
 
     def missing(
         self, state: Mapping[str, Any], sets: Sequence[Tensor], moments: bool
@@ -73,7 +77,7 @@ class Layout:
         """
         param = sets[0]
         if shards.is_sharded(param):
-            _check_layouts(state, param)
+            _check_layouts(state, param, self.rule)
         kept, own = shards.local_state(state, param), shards.locals_of(sets)
         made = self._moments(kept, own) if moments else {}
         made |= self._counter(kept, own[0], moments)
@@ -119,7 +123,7 @@ class Layout:
             for param, master in zip(sets, kept, strict=False):
                 regain(param, master)
         else:
-            dtype = torch.int16 if key == "remainder" else torch.float32
+            dtype = self.master_dtype(sets[0])
             fit = [_fits(m, p, dtype) for m, p in zip(kept, sets, strict=False)]
             if state.get(key) is not None and fit == [True] * len(sets):
                 return {}
@@ -147,12 +151,13 @@ class Layout:
         halves = values.get("remainder")
         if getattr(halves, "dtype", None) == torch.bfloat16:
             values = _with_halves(values, torch.int16)
+        lower = torch.int8 if getattr(halves, "dtype", None) == torch.int8 else torch.int16
         dtypes = {
             **{key: torch.float32 if d == CODES else d for key, d in moments.items()},
             "master_param": torch.float32,
-            "remainder": torch.int16,
+            "remainder": lower,
             "replica_params": param.dtype,
-            "replica_masters": torch.float32 if halves is None else torch.int16,
+            "replica_masters": torch.float32 if halves is None else lower,
             **{f"replica_{key}": torch.float32 for key in BESIDE_KEYS},
             **dict.fromkeys(EMA_KEYS, torch.float32),
         }
@@ -198,9 +203,9 @@ class Layout:
     def saved(self, state: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
         """The state as it is handed out. Loading it gives the same bits.
 
-        Codes are float32 values, as long as what is returned lives. Lower halves of masters are
+        Codes are float32 values, as long as what is returned lives. Lower halves of 16 bits are
         seen as bfloat16: neither gloo nor NCCL knows int16, and both move bits as they are."""
-        if state.get("remainder") is not None:
+        if getattr(state.get("remainder"), "dtype", None) == torch.int16:
             state = _with_halves(state, torch.bfloat16)
         coded = [name for name in self.rule.moments if stored.scale_key(name) in state]
         if not coded:
@@ -301,9 +306,14 @@ def _counted(step: Any, name: str, param: Tensor) -> Tensor:
     return torch.tensor(float(step), dtype=torch.float32, device=param.device)
 
 
-def _check_layouts(state: Mapping[str, Any], param: Tensor) -> None:
+def _check_layouts(state: Mapping[str, Any], param: Tensor, rule: Facts) -> None:
     whose = f"a parameter of shape {tuple(param.shape)}"
-    shards.sharding_dims(param, whose)  # refuses sums that have not been taken
+    dims = shards.sharding_dims(param, whose)  # refuses sums that have not been taken
+    if dims and isinstance(rule, Rule) and rule.trace.sums:
+        raise ValueError(
+            f"{rule.optimizer} needs sums over whole parameters, and {whose} is "
+            f"{shards.described(param)}: keep it whole (DDP), or use another optimizer"
+        )
     for key, value in state.items():
         for tensor in value if isinstance(value, list) else [value]:
             if isinstance(tensor, Tensor) and not shards.is_plain(key):

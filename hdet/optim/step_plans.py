@@ -37,7 +37,7 @@ class Member(NamedTuple):
     in the order of its memory."""
 
     place: int
-    """among all parameters"""
+    """among the parameters of the plans"""
     group: int
     param: Tensor
     """itself"""
@@ -46,19 +46,23 @@ class Member(NamedTuple):
     """in all replicas"""
     state: dict[str, Any]
     """with what a first step adds"""
+    number: int
+    """among all parameters"""
 
     @property
     def shape(self) -> torch.Size:
         return self.sets[0].shape
 
 
-def member(place: int, group: int, sets: Sequence[Tensor], state: Mapping[str, Any]) -> Member:
+def member(
+    place: int, group: int, sets: Sequence[Tensor], state: Mapping[str, Any], number: int
+) -> Member:
     """Of a parameter in all replicas, itself first, and its state."""
     param = sets[0]
     own, order = shards.locals_of(sets), strides.memory_order(shards.local(param))
     laid = [strides.laid(tensor, order) for tensor in own]
     local = strides.laid_state(shards.local_state(state, param), own[0])
-    return Member(place, group, param, order, laid, local)
+    return Member(place, group, param, order, laid, local, number)
 
 
 def step_tensors(
@@ -79,7 +83,7 @@ def step_tensors(
         steps=[state["step"] for state in states],
         moments=[[state.get(key) for state in states] for key in moments],
         masters=master_columns(states, len(replicas)),
-        ids=[member.place for member in members],
+        ids=[member.number for member in members],
         scales=[[state.get(scale_key(key)) for state in states] for key in moments],
         averages=averages,
         emas=[
@@ -117,7 +121,8 @@ class Part:
 class Norms(NamedTuple):
     """Where a step has left the norms of its gradients."""
 
-    source: StepPlan | ShardedClip
+    source: Any
+    """a StepPlan, ShardedClip or GradientRelease"""
     places: Sequence[int]
     """of its norms among all parameters"""
     absent: list[int]

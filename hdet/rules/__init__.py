@@ -23,6 +23,8 @@ __all__ = [
     "DECOUPLED",
     "DIGEST",
     "RULES",
+    "SCALARS",
+    "WEIGHTS",
     "Facts",
     "Kind",
     "Rule",
@@ -35,8 +37,16 @@ for _file in pkgutil.iter_modules(__path__):
 
 COUPLED = tuple(name for name, rule in RULES.items() if rule.coupled)
 DECOUPLED = tuple(name for name, rule in RULES.items() if not rule.coupled)
+WEIGHTS = tuple(dict.fromkeys(name for rule in RULES.values() for name in rule.weights))
+"""float32 weights that rules keep beside the parameters, as which they begin"""
+SCALARS = max(len(rule.trace.scalars) for rule in RULES.values())
+SCALARS += -(2 + SCALARS) % 4
+"""room for what the elements of any rule meet, so that a row is a multiple of 16 bytes"""
 _PRINTED = [
-    (rule.name, rule.kept_if, rule.signed, rule.exact, rule.gives_parameter, rule.trace)
+    (
+        *(rule.name, rule.kept_if, rule.signed, rule.exact, rule.gives_parameter),
+        *(rule.first_step, rule.generic, rule.trace),
+    )
     for rule in RULES.values()
 ]
 DIGEST = hashlib.sha256(repr((StepSettings._fields, _PRINTED)).encode()).hexdigest()[:16]

@@ -46,6 +46,7 @@ class StepSettings(NamedTuple):
     alpha: float = 0.0
     t_alpha: float = 0.0
     t_beta3: float = 0.0
+    gamma: float = 0.0
     average: float = 0.0
     """schedule-free: this step's share"""
 
@@ -61,6 +62,7 @@ class Facts:
     exact: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     computed: tuple[str, ...] = ()
+    first_step: int = 1
 
     @property
     def signed(self) -> tuple[bool, ...]:
@@ -163,6 +165,7 @@ class Rule(Facts):
     trace: Trace
     base: str = "FusedOptimizer"
     gives_parameter: bool = False
+    generic: bool = False
 
     @property
     def coupled(self) -> bool:
@@ -172,7 +175,7 @@ class Rule(Facts):
 
     @property
     def required(self) -> tuple[str, ...]:
-        counts = self.trace.counts and self.kept_if is None
+        counts = (self.trace.counts or self.first_step > 1) and self.kept_if is None
         return ("step", *super().required) if counts else super().required
 
 
@@ -211,6 +214,8 @@ def rule(
     computed: tuple[str, ...] = (),
     base: str | None = None,
     gives_parameter: bool = False,
+    first_step: int = 1,
+    generic: bool = False,
     takes: str | None = None,
     kept_if: str | None = None,
     like: Function | None = None,
@@ -227,6 +232,10 @@ def rule(
         base: the class, of hdet.optim, that the optimizer's is made of; FusedOptimizer if none.
         gives_parameter: the function gives the new parameter in the place of a direction. It steps
             one replica, whose rate is h.rate.
+        first_step: the first one that changes the parameter, by decay or direction. In those before
+            it the direction must be finite.
+        generic: on CUDA it has the kernels that all such rules share, and adds nothing to the time
+            of an install.
         takes: the optimizer of torch.optim whose options and states this one takes.
         kept_if: the setting without which, at 0, no moment is kept.
         like: another rule, from which all comes that is not said.
@@ -237,8 +246,8 @@ def rule(
     def enter(function: Function) -> Function:
         facts: dict[str, Any] = {"moments": moments, "settings": settings}
         facts |= {"takes": takes, "kept_if": kept_if, "exact": exact, "weights": weights}
-        facts |= {"computed": computed, "gives_parameter": gives_parameter}
-        facts["base"] = base or "FusedOptimizer"
+        facts |= {"computed": computed, "gives_parameter": gives_parameter, "generic": generic}
+        facts |= {"first_step": first_step, "base": base or "FusedOptimizer"}
         if like is not None:
             model = RULES[like.__name__]
             facts = {key: x or getattr(model, key) for key, x in facts.items()}

@@ -9,6 +9,7 @@ kernels/reference/arithmetic.py evaluates the tree, csrc/generate.py prints it i
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, overload
@@ -17,10 +18,10 @@ from typing import NamedTuple, overload
 @dataclass(frozen=True)
 class Scalar:
     """A number of a step, in double. `args`: scalars; of "number" its value, of "setting" its
-    name."""
+    name, of "sum" a tensor."""
 
     op: str
-    args: tuple[Scalar | float | str, ...] = ()
+    args: tuple[Scalar | Tensor | float | str, ...] = ()
 
     def __add__(self, other: Scalar | float) -> Scalar:
         return _scalar("add", self, other)
@@ -61,6 +62,9 @@ class Tensor:
 
     op: str
     args: tuple[Tensor | Scalar | str, ...] = ()
+
+    def __neg__(self) -> Tensor:
+        return self * _number(-1)
 
     def __add__(self, other: Tensor | Scalar) -> Tensor:
         return Tensor("add", (self, other))
@@ -133,6 +137,22 @@ def sign(x: Tensor) -> Tensor:
     return Tensor("sign", (x,))
 
 
+def clip(x: Tensor, low: Scalar | float, high: Scalar | float = math.inf) -> Tensor:
+    """Each element within these limits; NaN stays NaN."""
+    return Tensor("clip", (x, _number(low), _number(high)))
+
+
+def sum_of(x: Tensor) -> Scalar:
+    """Of all elements of a tensor, in double, found by a pass before the step. It may not depend on
+    another sum."""
+    return Scalar("sum", (x,))
+
+
+def mean_of(x: Tensor) -> Scalar:
+    """The same, divided by their number."""
+    return sum_of(x) / Scalar("elements")
+
+
 def choose(condition: Scalar, a: Tensor, b: Tensor) -> Tensor:
     """a if the condition is not 0, else b."""
     return Tensor("where", (condition, a, b))
@@ -144,12 +164,10 @@ def where(condition: Scalar, a: Scalar | float, b: Scalar | float) -> Scalar:
 
 
 Function = Callable[..., tuple[Tensor, ...]]
-"""(h, g, p, *moments) -> (u, *moments): settings, gradient, parameter and moments, up to
-MAX_MOMENTS; the direction, which a step goes against, or the new parameter; and the new moments"""
-MAX_MOMENTS = 3
-"""csrc/core/numbers.h: Formats"""
-MAX_SCALARS = 10
-"""csrc/core/hyper.h: HyperRow"""
+"""(h, g, p, *moments) -> (u, *moments): settings, gradient, parameter and moments; the direction,
+which a step goes against, or the new parameter; and the new moments"""
+MAX_MOMENTS = 12
+"""of which csrc/core/numbers.h says how they are stored, in what a word of 64 bits has left"""
 
 
 class Trace(NamedTuple):
@@ -163,19 +181,19 @@ class Trace(NamedTuple):
     """what the direction is divided by at its end: done in the rate, in double"""
     scalars: tuple[Scalar, ...]
     """those that meet a tensor"""
+    sums: tuple[Tensor, ...]
+    """what is summed over the whole tensor before a step, which scalars depend on"""
     couples: bool
     """the parameter is part of the direction or of the moments"""
 
     @property
     def counts(self) -> bool:
         """Steps are counted: the rule is another one in its first."""
-        return any(map(_counts, (self.divisor, *self.scalars)))
+        return any(_has(scalar, "step", "power") for scalar in (self.divisor, *self.scalars))
 
 
-def _counts(scalar: Scalar) -> bool:
-    return scalar.op in ("step", "power") or any(
-        isinstance(arg, Scalar) and _counts(arg) for arg in scalar.args
-    )
+def _has(scalar: Scalar, *ops: str) -> bool:
+    return any(part.op in ops for part in parts(scalar))
 
 
 def trace(function: Function, num_moments: int) -> Trace:
@@ -186,16 +204,36 @@ def trace(function: Function, num_moments: int) -> Trace:
     divisor = Scalar("number", (1.0,))
     if u.op == "div":
         divided, by = u.args
-        if isinstance(divided, Tensor) and isinstance(by, Scalar):
+        if isinstance(divided, Tensor) and isinstance(by, Scalar) and not _has(by, "sum"):
             u, divisor = divided, by
-    nodes = [node for tree in (u, *moments) for node in walk(tree)]
-    scalars = tuple(dict.fromkeys(node for node in nodes if isinstance(node, Scalar)))
-    if len(scalars) > MAX_SCALARS:
-        raise ValueError(
-            f"in {function.__name__} {len(scalars)} scalars meet a tensor, a step has places for "
-            f"{MAX_SCALARS}: combine some before"
-        )
-    return Trace(names, u, tuple(moments), divisor, scalars, inputs[1] in nodes)
+    met = _scalars_of(u, *moments)
+    sums = tuple(dict.fromkeys(_summed(met)))
+    for scalar in (before := _scalars_of(*sums)):
+        if _has(scalar, "sum"):
+            raise ValueError(
+                f"a sum of {function.__name__} depends on another one: there is one "
+                "pass before a step"
+            )
+    scalars = tuple(dict.fromkeys((*met, *before)))
+    nodes = {node for tree in (u, *moments, *sums) for node in walk(tree)}
+    return Trace(names, u, tuple(moments), divisor, scalars, sums, inputs[1] in nodes)
+
+
+def _scalars_of(*trees: Tensor) -> list[Scalar]:
+    """That meet these, in turn."""
+    return [node for tree in trees for node in walk(tree) if isinstance(node, Scalar)]
+
+
+def _summed(scalars: list[Scalar]) -> Iterator[Tensor]:
+    for part in (part for scalar in scalars for part in parts(scalar)):
+        if part.op == "sum" and isinstance(part.args[0], Tensor):
+            yield part.args[0]
+
+
+def parts(scalar: Scalar) -> list[Scalar]:
+    """All scalars of a tree, arguments first."""
+    own = [part for arg in scalar.args if isinstance(arg, Scalar) for part in parts(arg)]
+    return [*own, scalar]
 
 
 def walk(node: Tensor) -> Iterator[Tensor | Scalar]:

@@ -18,7 +18,7 @@ from ..core.controller import Controller
 from ..core.design import is_orthogonal_possible
 from ..core.divergence import Divergence
 from ..core.validate import refuse
-from ..optim.snapshot import is_schedule_free, keeps_codes, keeps_weights
+from ..optim.snapshot import inner_optimizer, is_schedule_free, keeps_codes, keeps_weights
 from ..replicas import Replicas
 from ..replicas.layout import brief
 from ..replicas.refusals import wrong_wrapper
@@ -99,6 +99,11 @@ def _wrong_values(run: Setup) -> Iterator[str]:
         yield (
             "this optimizer is already driven by an Ensemble or OneCycleAutoLR: use one, or "
             "close() the other first"
+        )
+    if getattr(inner_optimizer(optimizer), "release", None) is not None:
+        yield (
+            "this optimizer releases gradients: its steps are taken in loss.backward(), where no "
+            "replica can differ; leave release_gradients() out"
         )
     if not any(group["params"] for group in optimizer.param_groups):
         yield "optimizer has no parameters: there is nothing to train"
@@ -289,8 +294,8 @@ def _wrong_moments(run: Setup) -> Iterator[str]:
         return
     if not shares:
         return
-    can_part = any(knob.meaning.parts_moments for knob in run.knobs)
-    if moments is not None and not can_part and follows_gradients(optimizer):
+    can_differ = any(knob.meaning.parts_moments for knob in run.knobs)
+    if moments is not None and not can_differ and follows_gradients(optimizer):
         yield (
             f"moments is {moments!r}, but with gradients='shared' they are equal on all replicas: "
             "leave it out"

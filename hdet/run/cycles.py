@@ -76,7 +76,7 @@ class Cycles:
         """Of a search, for the next record."""
         self.has_explored = False
         """Was `Ensemble.explore` entered in this cycle?"""
-        self.can_part = False
+        self.can_differ = False
         """Can replicas differ after steps of the running cycle?"""
         self.has_samples = False
         """Does something look at steps of the running cycle?"""
@@ -95,18 +95,18 @@ class Cycles:
         self.has_explored, self.has_samples = False, bool(self.engine.plan.measures)
         _ = self.engine.interval  # decided by the rate that stands here
         if self._phase is not None:
-            shares = not self.engine.may_part
-            self._phase.let_share(shares)
-            if self._agreement.expect("shared" if shares else "local"):
+            is_shared = not self.engine.may_differ
+            self._phase.turn(is_shared)
+            if self._agreement.expect("shared" if is_shared else "local"):
                 self.fan_out.gradient_norm = None  # of the next step
         table = self.engine.multipliers()
-        self.can_part = self._can_replicas_part()
+        self.can_differ = self._can_replicas_differ()
         replicas = [[row[r] for row in table] for r in self.replicas.local]
         base = [[1.0] * len(table)] * self.parameters.average.companions
         self.fan_out.assign(*replicas, *base)
 
-    def _can_replicas_part(self) -> bool:
-        has_own_gradients = self._is_local and self.replicas.count > 1 and self.engine.may_part
+    def _can_replicas_differ(self) -> bool:
+        has_own_gradients = self._is_local and self.replicas.count > 1 and self.engine.may_differ
         return self.engine.explores or has_own_gradients
 
     def begin_steps(self) -> None:
@@ -114,7 +114,7 @@ class Cycles:
         self._agreement.look()
         if self._phase is not None:
             self._phase.check()
-        self.parameters.on_cycle_start(self.engine.may_part)
+        self.parameters.on_cycle_start(self.engine.may_differ)
         if self.search is not None:
             self.search.before_first_step()
 
@@ -168,7 +168,7 @@ class Cycles:
         self.fan_out.note_average(has_written)
         has_buffers = len(self.parameters.tensors.buffers) > 0
         # At a cycle's end the engine is at the next one, which may be of another kind.
-        stays = self.parameters.average.idle and not self._can_replicas_part() and not has_buffers
+        stays = self.parameters.average.idle and not self._can_replicas_differ() and not has_buffers
         self._stay_equal = self.replicas.count == 1 or stays
         self._buffer_marks = self.parameters.tensors.marks()
 
@@ -234,7 +234,7 @@ class Cycles:
         is_searching = search is not None and not search.done
         self._check_explored()
         started = self._now()
-        compare = self.replicas.count > 1 and not self.can_part
+        compare = self.replicas.count > 1 and not self.can_differ
         rows = self.measurements.rows(self._as_replica, len(self.replicas.local))
         probed = self._now()
         stats = self._gather("the end of a cycle", rows, compare=compare)
@@ -306,7 +306,7 @@ class Cycles:
     @ranged("hdet.converge")
     def _average(self, verdict: Verdict, *, are_equal: bool) -> None:
         """Average the replicas, or restore the beginning of a cycle that is rolled back."""
-        moves_equal = self._moves_equal and self.engine.may_part
+        moves_equal = self._moves_equal and self.engine.may_differ
         with self._guard("average"):
             if verdict.roll_back:
                 attempts = self.engine.rollbacks_in_row
@@ -320,7 +320,7 @@ class Cycles:
                 raise self._all_diverged("no replica has finite parameters left")
             elif are_equal and self.parameters.average.idle and not moves_equal:
                 pass  # N times x / N is not always x, and spread 0 is to be DDP bitwise
-            elif not self.engine.may_part:
+            elif not self.engine.may_differ:
                 self.parameters.complete(verdict.healthy)
             else:
                 self.notes += self.parameters.end_cycle(verdict.healthy)

@@ -89,10 +89,10 @@ class ReplicaParameters:
 
     # -- in the course of a cycle ------------------------------------------------------------------
 
-    def on_cycle_start(self, may_part: bool) -> None:
-        """Before the first step of a cycle. ``may_part``: if False, it ends by `complete` at
+    def on_cycle_start(self, may_differ: bool) -> None:
+        """Before the first step of a cycle. ``may_differ``: if False, it ends by `complete` at
         most."""
-        if may_part:
+        if may_differ:
             self.average.on_cycle_start()
         if self._starts is not None:
             self._starts.advance()

@@ -19,15 +19,15 @@ class SharedPhase:
 
     def __init__(self, run: Setup) -> None:
         self._trained, self._ranks = run.trained, [ranks[0] for ranks in run.replicas.ranks]
-        self._is_used, self._shares = run.replicas.count > 1, True
+        self._is_used, self._is_on = run.replicas.count > 1, True
         self._is_checked = False
 
-    def let_share(self, shares: bool) -> None:
+    def turn(self, on: bool) -> None:
         """From the next backward pass on."""
-        if self._is_used and shares != self._shares:
-            self._shares, self._is_checked = shares, False
+        if self._is_used and on != self._is_on:
+            self._is_on, self._is_checked = on, False
             for model in ddp_models(self._trained):
-                model.require_backward_grad_sync = shares
+                model.require_backward_grad_sync = on
 
     def check(self) -> None:
         """Before the first step, and the first after a change. Raises ValueError if nothing
@@ -43,14 +43,14 @@ class SharedPhase:
                 "Sync(begin=...) needs a DistributedDataParallel that averages the gradients of "
                 "all parameters over all replicas until then: wrap the model in it"
             )
-        if any(model.require_backward_grad_sync != self._shares for model in models):
+        if any(model.require_backward_grad_sync != self._is_on for model in models):
             raise ValueError(
                 "Sync(begin=...) turns the all-reduce of the model's DistributedDataParallel on "
-                f"and off itself, and finds it turned {'off' if self._shares else 'on'} by others: "
+                f"and off itself, and finds it turned {'off' if self._is_on else 'on'} by others: "
                 "call optimizer.step() and ensemble.step() outside of `with model.no_sync():`, "
                 "and wrap the model before a state is loaded"
             )
 
     def end(self) -> None:
         """As it was."""
-        self.let_share(True)
+        self.turn(True)

@@ -29,6 +29,7 @@ STORED: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"dtype": BF16},
     "float32 masters": {"dtype": BF16, "master_weights": "fp32"},
+    "24 bits, 8 bits": {"dtype": BF16, "master_weights": "split24", "moment_dtype": "8bit"},
     "split masters": {"dtype": BF16, "master_weights": "split"},
     "bfloat16 moments": {"moment_dtype": BF16},
     "8 bits": {"moment_dtype": "8bit"},
@@ -240,7 +241,7 @@ class ReferenceOptimizer(Optimizer):
                 zeros = torch.zeros_like(param)
                 moments = [state.setdefault(name, zeros.clone()) for name in self.rule.moments]
                 g = -param.grad if group["maximize"] else param.grad
-                if not self.rule.coupled:
+                if not self.rule.coupled and state["step"] >= self.rule.first_step:
                     param.mul_(1 - group["lr"] * group["weight_decay"])
                 self.update(group, state["step"].item(), param, g, *moments)
 

@@ -1,17 +1,22 @@
 """The cost model: collectives and averages against values by hand, what holds of every job, the
-thresholds that docs/scaling.md names, and the controller's own cost."""
+thresholds that docs/scaling.md names, the controller's own cost, and an optimizer's memory."""
 
 from __future__ import annotations
 
+import math
 import sys
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import memory
 from benchmarks import scaling as cost
+from benchmarks.eight_bit import held
 from benchmarks.overhead import kept_bytes
 from benchmarks.scaling import Job, Link, Traffic
+from hdet.optim import FusedAdamW
 
 
 def by_name(job: Job) -> dict[str, cost.Way]:
@@ -82,3 +87,18 @@ def test_an_engine_keeps_less_than_100_kb_at_1024_replicas(controller: str, knob
     kept = kept_bytes(controller, 1024, knobs)
     assert kept < 100e3
     assert kept == pytest.approx(cost.controller_bytes(1024, knobs), rel=0.2)
+
+
+@pytest.mark.parametrize("master", [None, "split", "split24"])
+def test_bytes_of_a_state_are_those_of_the_table(master: str | None) -> None:
+    shapes = [(64, 80), (80,), (4096,)]
+    params = [torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in shapes]
+    optimizer = FusedAdamW(params, master_weights=master, moment_dtype="8bit")
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    kept = sum(held({**optimizer.state[param], "step": None}) for param in params)
+    found = memory.bytes_of(shapes, master)
+    assert found.corrections + found.moments + found.scales == kept
+    assert found.gradients == found.weights == sum(param.nbytes for param in params)
+    assert sum(math.prod(shape) for shape in memory.llama_3_8b()) == 8_030_261_248

@@ -193,10 +193,10 @@ def test_what_a_state_says_of_a_phase_holds_once_it_is_loaded(
     engine = Engine([Value("lr", 0.1)], 2, clock, searches=searches)
     own = {"step": max(step, position), "position": position, "is_searching": searching}
     state = {**engine.state_dict(), **own}
-    promised = engine.may_part_after(state)
+    promised = engine.may_differ_after(state)
     with engine.taken_over(state):
         pass
-    assert engine.may_part == promised
+    assert engine.may_differ == promised
 
 
 def what_parts(rank: int, world: int, case: str) -> Any:

@@ -85,7 +85,7 @@ def tensors(device: str, seed: int) -> list[torch.Tensor]:
 def made(device: str, **options: Any) -> tuple[list[Parameter], FusedMuon]:
     params = [Parameter(tensor) for tensor in tensors(device, 0)]
     groups = [
-        {"params": params[:MATRICES], "use_muon": True, "stacked": True},
+        {"params": params[:MATRICES], "use_muon": True, "higher_dims": "stack"},
         {"params": params[MATRICES:], "use_muon": False},
     ]
     return params, FusedMuon(groups, lr=0.02, adamw_lr=1e-3, **options)

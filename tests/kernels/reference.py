@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hdet.kernels.ema import WeightAverage
 from hdet.rules import DECOUPLED, RULES, StepSettings
-from hdet.rules.trace import Scalar, walk
+from hdet.rules.trace import Scalar, Trace, walk
 from hdet.rules.trace import Tensor as Traced
 
 EPSILON = 4 * 2.0**-24
@@ -92,13 +92,10 @@ def step(
     if RULES[rule].gives_parameter:
         return Stepped(found, [direction])
     new = Stepped(found)
+    lr = float(h.lr) if t >= RULES[rule].first_step else 0.0
     for theta, rho in zip(params, h.multipliers, strict=True):
-        rate = float(h.lr) * rho
-        decay = (
-            (float(h.lr) if h.decay_at_base else rate) * h.weight_decay
-            if rule in DECOUPLED
-            else 0.0
-        )
+        rate = lr * rho
+        decay = (lr if h.decay_at_base else rate) * h.weight_decay if rule in DECOUPLED else 0.0
         error = EPSILON * ((1 + decay) * theta.abs() + rate * direction.value.abs())
         error = error + rate * direction.error
         acts: Tensor | bool = True
@@ -111,8 +108,14 @@ def step(
     return new
 
 
-def _scalar(node: Scalar, h: StepSettings, t: int) -> float:
+Sums = dict[Scalar, float]
+"""over a tensor, and the number of its elements"""
+
+
+def _scalar(node: Scalar, h: StepSettings, t: int, sums: Sums) -> float:
     """In double."""
+    if node in sums:
+        return sums[node]
     if node.op == "number":
         return float(node.args[0])  # type: ignore[arg-type]
     if node.op == "setting":
@@ -121,7 +124,7 @@ def _scalar(node: Scalar, h: StepSettings, t: int) -> float:
         return float(t)
     if node.op == "rate":
         return float(h.lr) * h.multipliers[0]
-    args = [_scalar(arg, h, t) for arg in node.args]  # type: ignore[arg-type]
+    args = [_scalar(arg, h, t, sums) for arg in node.args]  # type: ignore[arg-type]
     if node.op == "power":
         return args[0] ** t
     return _SCALARS[node.op](*args)
@@ -194,6 +197,11 @@ def _choose(condition: Bounded, a: Bounded, b: Bounded) -> Bounded:
     return a if float(condition.value) != 0 else b
 
 
+def _clip(x: Bounded, low: Bounded, high: Bounded) -> Bounded:
+    least, most = float(low.value), float(high.value)
+    return Bounded(x.value.clamp(least, most), x.error + max(low.error, high.error.nan_to_num()))
+
+
 _TENSORS: dict[str, Callable[..., Bounded]] = {
     "add": _add,
     "sub": _sub,
@@ -204,7 +212,36 @@ _TENSORS: dict[str, Callable[..., Bounded]] = {
     "add_weighted": _add_weighted,
     "sign": _sign,
     "where": _choose,
+    "clip": _clip,
 }
+
+
+def _bounded_scalar(
+    scalar: Scalar, h: StepSettings, t: int, sums: Sequence[Sums] = ({},)
+) -> Bounded:
+    """As elements meet it. `sums`: as they are, and as they may be."""
+    x, *others = (torch.tensor(_scalar(scalar, h, t, one), dtype=torch.float64) for one in sums)
+    error = (x - x.float().double()).abs()
+    return Bounded(x, error + max([(one - x).abs() for one in others], default=0))
+
+
+def _sums(
+    traced: Trace, h: StepSettings, t: int, inputs: dict[Traced | Scalar, Bounded]
+) -> list[Sums]:
+    """Over a tensor, before its step: found, the least and the most."""
+    elements = {Scalar("elements"): float(next(iter(inputs.values())).value.numel())}
+    known = dict(inputs)
+    found: list[Sums] = [dict(elements) for _ in range(3)]
+    for one in traced.sums:
+        for node in walk(one):
+            if isinstance(node, Scalar):
+                known[node] = _bounded_scalar(node, h, t)
+            elif node not in known:
+                known[node] = _TENSORS[node.op](*(known[arg] for arg in node.args))
+        value, error = float(known[one].value.sum()), float(known[one].error.sum())
+        for sums, x in zip(found, (value, value - error, value + error), strict=True):
+            sums[Scalar("sum", (one,))] = x
+    return found
 
 
 def evaluate(
@@ -215,15 +252,15 @@ def evaluate(
     known: dict[Traced | Scalar, Bounded] = {
         Traced("input", (name,)): value for name, value in zip(traced.inputs, inputs, strict=True)
     }
+    sums = _sums(traced, h, t, known)
     for scalar in traced.scalars:
-        x = torch.tensor(_scalar(scalar, h, t), dtype=torch.float64)
-        known[scalar] = Bounded(x, (x - x.float().double()).abs())
+        known[scalar] = _bounded_scalar(scalar, h, t, sums)
     results = (traced.direction, *traced.moments)
     for node in (node for result in results for node in walk(result)):
         if node not in known:
             known[node] = _TENSORS[node.op](*(known[arg] for arg in node.args))
     u, *moments = (known[result] for result in results)
-    divisor = _scalar(traced.divisor, h, t)
+    divisor = _scalar(traced.divisor, h, t, {})
     return Bounded(u.value / divisor, u.error / divisor), moments
 
 
@@ -266,12 +303,18 @@ def scaled(x: Bounded, weight: float) -> Bounded:
     return Bounded(weight * x.value, weight * (x.error + EPSILON * x.value.abs()))
 
 
-_MANTISSA = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
+# int8: the numbers of 24 bits that it completes
+_MANTISSA = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10, torch.int8: 15}
 _LOWEST = {
     torch.float32: -149,
     torch.bfloat16: -133,
     torch.float16: -24,
+    torch.int8: -141,
 }  # exponent of the smallest subnormal number
+
+
+def largest(dtype: torch.dtype) -> float:
+    return (2 - 2.0**-15) * 2.0**127 if dtype == torch.int8 else torch.finfo(dtype).max
 
 
 def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -280,15 +323,19 @@ def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
     return 2.0 ** torch.clamp(exponent - _MANTISSA[dtype], min=_LOWEST[dtype])
 
 
-def assert_stored(stored: Tensor, exact: Bounded, name: str, stochastic: bool = False) -> None:
-    """`stored` is the exact value rounded to stored.dtype: to nearest, or stochastically to one
-    of its two neighbours. Infinities and NaN are met exactly."""
-    found = stored.cpu().double()
-    value = _in_range(
-        exact.value, torch.finfo(stored.dtype).max * (1 + 2.0 ** -(2 + _MANTISSA[stored.dtype]))
-    )
+def assert_stored(
+    stored: Tensor,
+    exact: Bounded,
+    name: str,
+    stochastic: bool = False,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """`stored` is the exact value rounded to a dtype, its own by default: to nearest, or
+    stochastically to one of its two neighbours. Infinities and NaN are met exactly."""
+    found, dtype = stored.cpu().double(), dtype or stored.dtype
+    value = _in_range(exact.value, largest(dtype) * (1 + 2.0 ** -(2 + _MANTISSA[dtype])))
     distance = (found - value).abs()
-    allowed = (1.0 if stochastic else 0.5) * spacing(value, stored.dtype) + exact.error
+    allowed = (1.0 if stochastic else 0.5) * spacing(value, dtype) + exact.error
     near = value.isfinite() & found.isfinite() & (distance <= allowed)
     wrong = ~(near | (found == value) | (found.isnan() & value.isnan()))
     if wrong.any():
@@ -301,9 +348,10 @@ def assert_stored(stored: Tensor, exact: Bounded, name: str, stochastic: bool = 
 
 
 def join(upper: Tensor, lower: Tensor) -> Tensor:
-    """The float32 whose bits are bfloat16 `upper` followed by int16 `lower`, where the lower half
-    counts as a signed number."""
-    bits = (upper.cpu().view(torch.int16).int() << 16) + lower.cpu().int()
+    """The float32 whose bits are bfloat16 `upper` followed by `lower`, int16 or int8 and zeros,
+    where the lower half counts as a signed number."""
+    unit = 256 if lower.dtype == torch.int8 else 1
+    bits = (upper.cpu().view(torch.int16).int() << 16) + lower.cpu().int() * unit
     return bits.view(torch.float32)
 
 

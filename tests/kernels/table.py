@@ -23,7 +23,8 @@ from hdet.rules import RULES as ALL_RULES
 
 from .cases import CHUNK, SIZES
 
-F32, BF16, F16, I16 = torch.float32, torch.bfloat16, torch.float16, torch.int16
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+I16, I8 = torch.int16, torch.int8
 U8 = torch.uint8
 """of moments: codes of 8 bits"""
 
@@ -48,7 +49,7 @@ SPECIAL_VALUES = (0.5, math.inf, -1.0, -math.inf, math.nan, 1e38, -0.0, -1e20, 1
 COMBINATIONS = len(SPECIAL_VALUES) ** 2
 
 SETTINGS = StepSettings(  # multipliers are filled in
-    0.02, (), 0.9, 0.95, 1e-8, 0.1, momentum=0.9, beta3=0.98, alpha=3.0, average=0.3
+    0.02, (), 0.9, 0.95, 1e-8, 0.1, momentum=0.9, beta3=0.98, alpha=3.0, average=0.3, gamma=0.2
 )
 
 
@@ -126,6 +127,7 @@ def _kind(name: str) -> tuple[object, ...]:
     return (
         rule.signed, rule.coupled,
         rule.gives_parameter, keeps_moments(name), rule.kept_if, settings.cautious_decay,
+        rule.first_step, len(rule.trace.sums),
     )  # fmt: skip
 
 
@@ -134,9 +136,10 @@ STORAGE: dict[str, tuple[tuple[torch.dtype, torch.dtype | None], ...]] = {
     "bf16": ((BF16, None),),
     "bf16+f32": ((BF16, F32),),
     "split": ((BF16, I16),),
+    "split24": ((BF16, I8),),
     "f16": ((F16, None),),
     "f16+f32": ((F16, F32),),
-    "mixed": ((F32, None), (BF16, I16), (F16, F32), (BF16, None), (BF16, F32)),
+    "mixed": ((F32, None), (BF16, I16), (F16, F32), (BF16, None), (BF16, F32), (BF16, I8)),
 }
 GRADIENTS: dict[str, tuple[torch.dtype, ...]] = {
     "f32": (F32,),
@@ -349,7 +352,7 @@ NATIVE = [
             formats=(Format(*STORAGE[storage][0], BF16, U8, U8),), shifts=(0, 4), **choice,
         )
         for name, choice in KINDS.items()
-        for storage in ("bf16+f32", "split", "f16")
+        for storage in ("bf16+f32", "split", "split24", "f16")
         if keeps_moments(name)
     ),
 ]  # fmt: skip

@@ -15,11 +15,11 @@ from . import reference
 from .cases import BACKENDS, SIZES, Guarded, check_same_bits, device_of
 from .problem import assert_kept, value_of
 from .reference import Bounded, exactly
-from .table import BF16, F16, F32, I16, STORAGE
+from .table import BF16, F16, F32, I8, I16, STORAGE
 
 Kind = tuple[torch.dtype, torch.dtype | None]
 KINDS: list[Kind] = [*(kind for name in STORAGE if name != "mixed" for kind in STORAGE[name])]
-SOURCES: list[Kind] = [(F32, None), (BF16, None), (BF16, I16), (F16, None)]
+SOURCES: list[Kind] = [(F32, None), (BF16, None), (BF16, I16), (BF16, I8), (F16, None)]
 
 
 class Copy:

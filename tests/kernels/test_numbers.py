@@ -45,10 +45,12 @@ def copied(values: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
     return found.cpu()
 
 
-def split(values: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+def split(
+    values: Tensor, backend: str, lower_dtype: torch.dtype = torch.int16
+) -> tuple[Tensor, Tensor]:
     upper, lower = (
         torch.empty(len(values), dtype=dtype, device=device_of(backend))
-        for dtype in (torch.bfloat16, torch.int16)
+        for dtype in (torch.bfloat16, lower_dtype)
     )
     kernels.copy_plan([values.to(upper.device)], [upper], masters=[lower], backend=backend).copy()
     return upper, lower
@@ -87,7 +89,22 @@ def test_split_is_exact_for_every_number_and_its_upper_half_is_the_nearest(backe
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_nan_shows_in_the_upper_half_of_the_split_form(backend: str) -> None:
+def test_split24_is_the_nearest_number_of_24_bits_and_keeps_that(backend: str) -> None:
+    values = all_kinds_of_floats()
+    values = values[~values.isnan()]
+    unit = 2.0 ** (torch.frexp(values.double()).exponent - 16).clamp(min=-141)
+    nearest = torch.where(values.isinf(), values.double(), (values / unit).round() * unit)
+    pair = split(values, backend, torch.int8)
+    assert torch.equal(joined(*pair, backend), nearest.float())
+    again = split(nearest.float(), backend, torch.int8)
+    assert all(map(torch.equal, pair, again))
+
+
+@pytest.mark.parametrize("lower_dtype", numbers.LOWER, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_nan_shows_in_the_upper_half_of_the_split_form(
+    backend: str, lower_dtype: torch.dtype
+) -> None:
     """Also that of a GPU, 0x7fffffff, which would round to minus zero."""
     values = all_kinds_of_floats()
     values = torch.cat(
@@ -96,7 +113,7 @@ def test_a_nan_shows_in_the_upper_half_of_the_split_form(backend: str) -> None:
             torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32),
         ]
     )
-    upper, lower = split(values, backend)
+    upper, lower = split(values, backend, lower_dtype)
     assert bool(upper.isnan().all()) and bool(joined(upper, lower, backend).isnan().all())
     assert set(upper.view(torch.int16).tolist()) == {0x7FC0} and not lower.any()
 
@@ -128,6 +145,15 @@ def test_stochastic_rounding_goes_up_as_often_as_what_is_cut_off() -> None:
         bits = found.view(torch.int16).to(torch.int32) << 16
         assert bool(((bits == down) | (bits == up)).all()), value
         assert int((bits == up).sum()) == int(values.view(torch.int32)[0] & 0xFFFF), value
+
+
+def test_stochastic_rounding_to_24_bits_goes_up_as_often_as_what_is_cut_off() -> None:
+    for value in (1.0, 1.0 + 2**-17, 1.0 + 2**-23, -3.14159, 1e-40, -1e-42):
+        bits = torch.full((256,), value).view(torch.int32)
+        found = numbers.to_24(bits.view(torch.float32), torch.arange(256)).view(torch.int32)
+        down = bits & -256
+        assert bool(((found == down) | (found == down + 256)).all()), value
+        assert int((found != down).sum()) == int(bits[0] & 0xFF), value
 
 
 def test_stochastic_rounding_leaves_infinities_and_nan() -> None:
@@ -179,9 +205,10 @@ def test_formats_that_kernels_are_compiled_for() -> None:
         floats,
         any_,
     ]
-    assert [known((bf16, master, codes)) for master in (f32, torch.int16, None)] == [
+    assert [known((bf16, master, codes)) for master in (f32, torch.int16, torch.int8, None)] == [
         masters,
         split,
+        any_,
         any_,
     ]
     assert known((f32, None, codes), (f32, None, f32)) == floats

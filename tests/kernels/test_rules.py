@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hdet.rules.trace import Settings, Tensor, trace
+from hdet.rules.trace import Settings, Tensor, mean_of, sum_of, trace
 
 GENERATE = Path(__file__).resolve().parents[2] / "csrc/generate.py"
 
@@ -22,13 +22,12 @@ def test_what_is_committed_is_what_is_printed() -> None:
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: python csrc/generate.py"
 
 
-def test_a_rule_for_whose_scalars_a_row_has_no_room_is_refused() -> None:
-    """csrc/core/hyper.h: HyperRow::s."""
+def test_a_sum_of_a_sum_is_refused() -> None:
+    """There is one pass before a step."""
 
-    def many(h: Settings, g: Tensor, p: Tensor) -> tuple[Tensor]:
-        for i in range(11):
-            g = g * (h.eps + i)
-        return (g,)
+    def nested(h: Settings, g: Tensor, p: Tensor) -> tuple[Tensor]:
+        centred = g - sum_of(g) * g
+        return (g * mean_of(centred),)
 
-    with pytest.raises(ValueError, match="in many 11 scalars"):
-        trace(many, 0)
+    with pytest.raises(ValueError, match="a sum of nested depends on another one"):
+        trace(nested, 0)

@@ -82,6 +82,78 @@ def ademamix(
     p.addcdiv_(m / (1 - beta1**t) + alpha * slow, root, value=-group["lr"])
 
 
+@peer
+def adopt(group: dict[str, Any], t: float, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
+    """Taniguchi et al. 2024, Algorithm 2, clipped as in the authors' code"""
+    beta1, beta2 = group["betas"]
+    if t > 1:
+        limit = (t - 1) ** 0.25
+        m.lerp_((g / v.sqrt().clamp(min=group["eps"])).clamp(-limit, limit), 1 - beta1)
+        p.add_(m, alpha=-group["lr"])
+    v.mul_(beta2 if t > 1 else 0).addcmul_(g, g, value=1 - beta2 if t > 1 else 1)
+
+
+def _agreeing(u: Tensor, g: Tensor) -> Tensor:
+    """Liang et al. 2024, Algorithm 1, with the mean as the authors' code has it"""
+    mask = (u.sign() * g.sign() > 0).to(u.dtype)
+    return u * mask / mask.mean().clamp(min=1e-3) if u.numel() else u
+
+
+@peer
+def cautious_adamw(
+    group: dict[str, Any], t: float, p: Tensor, g: Tensor, m: Tensor, v: Tensor
+) -> None:
+    beta1, beta2 = group["betas"]
+    m.lerp_(g, 1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    root = v.sqrt().div_((1 - beta2**t) ** 0.5).add_(group["eps"])
+    p.addcdiv_(_agreeing(m, g), root, value=-group["lr"] / (1 - beta1**t))
+
+
+@peer
+def cautious_lion(group: dict[str, Any], t: float, p: Tensor, g: Tensor, m: Tensor) -> None:
+    p.add_(_agreeing(m.lerp(g, 1 - group["betas"][0]).sign(), g), alpha=-group["lr"])
+    m.lerp_(g, 1 - group["betas"][1])
+
+
+@peer
+def mars(
+    group: dict[str, Any], t: float, p: Tensor, g: Tensor, m: Tensor, v: Tensor, last: Tensor
+) -> None:
+    """Yuan et al. 2024, Algorithm 2, approximate"""
+    beta1, beta2 = group["betas"]
+    c = g + group["gamma"] * beta1 / (1 - beta1) * (g - last)
+    c = c / c.norm().clamp(min=1)
+    last.copy_(g)
+    m.lerp_(c, 1 - beta1)
+    v.mul_(beta2).addcmul_(c, c, value=1 - beta2)
+    root = v.sqrt().div_((1 - beta2**t) ** 0.5).add_(group["eps"])
+    p.addcdiv_(m, root, value=-group["lr"] / (1 - beta1**t))
+
+
+@peer
+def adan(
+    group: dict[str, Any],
+    t: float,
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    d: Tensor,
+    n: Tensor,
+    neg_pre_grad: Tensor,
+) -> None:
+    """Xie et al. 2022, Algorithm 1, with the corrections of the authors' code"""
+    beta1, beta2, beta3 = group["betas"]
+    e = g + neg_pre_grad if t > 1 else g - g
+    neg_pre_grad.copy_(-g)
+    m.lerp_(g, 1 - beta1)
+    d.lerp_(e, 1 - beta2)
+    look = g + beta2 * e
+    n.mul_(beta3).addcmul_(look, look, value=1 - beta3)
+    root = n.sqrt().div_((1 - beta3**t) ** 0.5).add_(group["eps"])
+    p.addcdiv_(m / (1 - beta1**t) + beta2 / (1 - beta2**t) * d, root, value=-group["lr"])
+
+
 def _peer_of(rule: facts.Rule) -> Callable[..., Optimizer]:
     if rule.name in PEERS:
         return partial(ReferenceOptimizer, rule=rule.name, update=PEERS[rule.name])
@@ -145,13 +217,28 @@ MUON_SETTINGS: list[dict[str, Any]] = [
     {"ns_coefficients": hdet.optim.POLAR_EXPRESS},
     {"maximize": True, "eps": 3.0},
 ]
+
+
+class MuonInFloat32(hdet.optim.FusedMuon):
+    """On any processor."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **{"ns_dtype": torch.float32, **options})
+
+
 MUON = Rule(
     "muon",
-    hdet.optim.FusedMuon,
+    MuonInFloat32,
     Optimizer,
     [
         {"use_muon": True, "weight_decay": 0.1},
-        {"use_muon": True, "stacked": True, "momentum": 0.8, "nesterov": False, "maximize": True},
+        {
+            "use_muon": True,
+            "higher_dims": "stack",
+            "momentum": 0.8,
+            "nesterov": False,
+            "maximize": True,
+        },
         {"use_muon": False, "betas": (0.8, 0.9), "weight_decay": 0.0},
     ],
     ("momentum_buffer",),

@@ -49,8 +49,8 @@ SHAPES = [(7, 5), (5, 7), (1, 4), (3, 6, 2), (9, 8), (3,), (8, 3), (7, 5)]
 """some leave ranks without an element"""
 MATRICES = [0, 1, 2, 3, 4, 7]
 OF_MUON: list[tuple[list[int], dict[str, Any]]] = [
-    (MATRICES[:3], {"use_muon": True, "stacked": True}),
-    (MATRICES[3:], {"use_muon": True, "stacked": True, "adjust_lr_fn": "match_rms_adamw"}),
+    (MATRICES[:3], {"use_muon": True, "higher_dims": "stack"}),
+    (MATRICES[3:], {"use_muon": True, "higher_dims": "stack", "adjust_lr_fn": "match_rms_adamw"}),
     ([5, 6], {"use_muon": False}),
 ]
 ROWS, HSDP = [[Shard(0)]] * 8, [[Replicate(), Shard(0)]] * 8
@@ -104,8 +104,35 @@ def test_shards_step_as_the_full_tensors_would(mesh: str) -> None:
     run_ranks(same_bits_as_plain, math.prod(MESHES[mesh][0]), mesh)
 
 
+BLOCKS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    ((7, 5), {"splits": (4, 2, 1)}),
+    ((5, 6), {"splits": (2, 4)}),
+    ((4, 6, 2), {"higher_dims": "stack", "splits": (3, 3)}),
+    ((5, 3, 2, 2), {"higher_dims": "flatten"}),
+]
+
+
+def blocks_step_as_the_full_ones(rank: int, world_size: int, *placements: Any) -> None:
+    def make(params: list[Parameter]) -> FusedMuon:
+        groups = [
+            {"params": [param], "use_muon": True, **said}
+            for param, (_, said) in zip(params, BLOCKS, strict=True)
+        ]
+        return FusedMuon(groups, lr=1e-2, ns_dtype=torch.float32)
+
+    shapes = [shape for shape, _ in BLOCKS]
+    twins = Twins(make, (2,) * len(placements), [placements] * len(BLOCKS), shapes, tolerance=1e-5)
+    twins.go(range(3))
+    twins.check()
+
+
+@pytest.mark.parametrize("cut", [(Shard(0),), (Shard(1),), (Shard(0), Shard(1))], ids=str)
+def test_blocks_do_not_depend_on_how_a_matrix_is_cut(cut: tuple[Any, ...]) -> None:
+    run_ranks(blocks_step_as_the_full_ones, 2 ** len(cut), *cut)
+
+
 def as_the_plain_model(rank: int, world_size: int, kind: str) -> None:
-    muon = lambda params: FusedMuon(params, lr=2e-2, adamw_lr=1e-2)
+    muon = lambda params: FusedMuon(params, lr=2e-2, adamw_lr=1e-2, ns_dtype=torch.float32)
     adamw = lambda params: AdamW(params, lr=1e-2)
     for make, peer, clip, tolerance in [
         (lambda params: FusedAdamW(params, lr=1e-2), adamw, 0.0, 1e-5),
@@ -159,11 +186,17 @@ MAKERS: dict[str, Callable[..., Any]] = {
         model.parameters(), lr=1e-2, max_grad_norm=1.0, **options
     ),
     "muon": lambda model, **options: FusedMuon(
-        model.named_parameters(), lr=1e-2, use_muon=lambda name, p: p.ndim == 2, **options
+        model.named_parameters(),
+        lr=1e-2,
+        use_muon=lambda name, p: p.ndim == 2,
+        splits={"up.weight": (40, 30)},
+        ns_dtype=torch.float32,
+        **options,
     ),
 }
 SAVED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "split": (BF16, {"master_weights": "split"}),
+    "24 bits": (BF16, {"master_weights": "split24"}),
     "8 bits": (torch.float32, {"moment_dtype": "8bit"}),
 }
 
@@ -253,10 +286,12 @@ def states_pass_through_torchs_state_dict_functions(rank: int, world_size: int) 
         (flat, "fsdp", BF16, {"master_weights": "split"}),
         (FULL, "fsdp", BF16, {"master_weights": "split", "moment_dtype": BF16}),
         (FULL, "fsdp", torch.float32, {"moment_dtype": "8bit"}),
+        (flat, "fsdp", BF16, {"master_weights": "split24", "moment_dtype": "8bit"}),
+        (FULL, "fsdp", BF16, {"master_weights": "split24"}),
         (FULL, "fsdp", BF16, {"master_weights": "split", "ema": (0.5, 0.9)}),
         (flat, "fsdp", torch.float32, {"ema": 0.5}),
         *((form, "plain", BF16, {"master_weights": of}) for form in (StateDictOptions(), FULL)
-            for of in (None, "fp32", "split")),
+            for of in (None, "fp32", "split", "split24")),
     ]:  # fmt: skip
         (model, optimizer), (other, resumed) = (
             (model, FusedAdamW(model.parameters(), lr=1e-2, **options))

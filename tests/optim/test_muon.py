@@ -53,10 +53,10 @@ def gradients(step: int, scale: float = 1.0) -> list[Tensor]:
 
 def make(params: Sequence[Tensor], **options: Any) -> FusedMuon:
     both = [
-        {"params": params[:MATRICES], "use_muon": True, "stacked": True},
+        {"params": params[:MATRICES], "use_muon": True, "higher_dims": "stack"},
         {"params": params[MATRICES:], "use_muon": False},
     ]
-    return FusedMuon(both, **{"lr": 2e-2, "adamw_lr": 1e-2, **options})
+    return FusedMuon(both, **{"lr": 2e-2, "adamw_lr": 1e-2, "ns_dtype": torch.float32, **options})
 
 
 def give(
@@ -287,7 +287,8 @@ def test_states_of_torchs_two_optimizers_load_and_go_back() -> None:
         [
             {"params": [params[i] for i in two_d], "use_muon": True},
             {"params": params[MATRICES:], "use_muon": False},
-        ]
+        ],
+        ns_dtype=torch.float32,
     )
     began, back = torchs(params), torchs(params)
     with in_float32():
@@ -311,6 +312,79 @@ def test_states_of_torchs_two_optimizers_load_and_go_back() -> None:
     with in_float32():
         run(back, params, range(4, 6), without=[STACK])
     assert_close(params, others, 1e-5)
+
+
+# -- matrices of other shapes ---------------------------------------------------------------------
+
+
+def by_columns(tensor: Tensor) -> list[Tensor]:
+    return list(tensor.split([2, 5], dim=-1))
+
+
+def flat(tensor: Tensor) -> list[Tensor]:
+    return [tensor.flatten(1)]
+
+
+OF_SEVERAL: dict[str, tuple[tuple[int, ...], dict[str, Any], Any]] = {
+    "a fused qkv": ((6, 4), {"splits": {"w": (2, 2, 2)}}, lambda x: x.split(2)),
+    "of groups of heads": ((8, 4), {"splits": {"a.w": (6, 1, 1)}}, lambda x: x.split([6, 1, 1])),
+    "columns": ((4, 7), {"splits": (2, 5)}, by_columns),
+    "transposed in memory": ((4, 7), {"splits": (2, 5)}, by_columns),
+    "gates of experts": (
+        (3, 6, 4),
+        {"higher_dims": "stack", "splits": (2, 4)},
+        lambda x: x.split([2, 4], dim=1),
+    ),
+    "a convolution": ((5, 3, 2, 2), {"higher_dims": "flatten"}, flat),
+    "channels_last": ((5, 3, 2, 2), {"higher_dims": "flatten"}, flat),
+    "heads of a convolution": (
+        (6, 2, 3),
+        {"higher_dims": "flatten", "splits": (3, 3)},
+        lambda x: x.flatten(1).split(3),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_SEVERAL)
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("ns_dtype", [torch.float32, torch.float16])
+def test_what_holds_several_matrices_is_stepped_as_these(
+    case: str, adjust: str, ns_dtype: torch.dtype
+) -> None:
+    """In two replicas, where a gradient is missing, and after a state of an optimizer that read it
+    otherwise."""
+    shape, said, cut = OF_SEVERAL[case]
+    generator = torch.Generator().manual_seed(0)
+    options = {"lr": 2e-2, "adjust_lr_fn": adjust, "ns_dtype": ns_dtype}
+    values = torch.randn(2, *shape, generator=generator)
+    whole = [Parameter(value.clone()) for value in values]
+    if case == "transposed in memory":
+        whole = [Parameter(value.mT.contiguous().mT) for value in values]
+    if case == "channels_last":
+        whole = [Parameter(value.to(memory_format=torch.channels_last)) for value in values]
+    names = [("a.w", whole[0]), ("b.a.w", whole[1])]
+    ours = FusedMuon([{"params": names, "use_muon": True, **said}], **options)
+    blocks = [[Parameter(part.clone()) for part in cut(value)] for value in values]
+    stacked = {"use_muon": True, "higher_dims": "stack"}
+    theirs = FusedMuon([{"params": [*blocks[0], *blocks[1]], **stacked}], **options)
+    for optimizer in (ours, theirs):
+        optimizer.set_replicas(2, copies(2))
+        optimizer.multipliers = [[1.0], [1.5]]
+    for step in range(4):
+        for i, (param, parts) in enumerate(zip(whole, blocks, strict=True)):
+            gradient = torch.randn(shape, generator=generator)
+            missing = step == 2 and i == 0
+            param.grad = None if missing else torch.empty_like(param).copy_(gradient)
+            for part, given in zip(parts, cut(gradient), strict=True):
+                part.grad = None if missing else given.contiguous()
+        ours.step()
+        theirs.step()
+        state = copy.deepcopy(ours.state_dict())
+        state["param_groups"][0] |= dict.fromkeys(said)
+        ours.load_state_dict(state)
+    for k in range(2):
+        found = [part for param in ours.replica_parameters(k) for part in cut(param)]
+        assert_close(found, theirs.replica_parameters(k), 1e-6 if ns_dtype.itemsize > 2 else 1e-3)
 
 
 # -- replicas and masters --------------------------------------------------------------------------
@@ -459,7 +533,7 @@ def test_more_matrices_of_a_shape_are_no_more_calls(ns_dtype: torch.dtype) -> No
         for param in params:
             param.grad = torch.ones_like(param)
         optimizer = FusedMuon(
-            [{"params": params, "use_muon": True, "stacked": True}], ns_dtype=ns_dtype
+            [{"params": params, "use_muon": True, "higher_dims": "stack"}], ns_dtype=ns_dtype
         )
         optimizer.set_replicas(replicas, copies(replicas))
         optimizer.step()
@@ -494,7 +568,7 @@ def test_the_default_rule() -> None:
     assert [group["param_names"] for group in optimizer.param_groups] == [
         [n for n, (_, u) in RULE.items() if u is x] for x in (True, False)
     ]
-    assert optimizer.param_groups[0]["stacked"]
+    assert optimizer.param_groups[0]["higher_dims"] == "stack"
     several = FusedMuon(
         [{"params": named[:1], "name": "a", "lr": 0.5}, {"params": named[1:3], "name": "b"}]
     )

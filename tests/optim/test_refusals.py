@@ -37,6 +37,9 @@ NAN = math.nan
 MATRIX, VECTOR = Parameter(torch.zeros(3, 2)), Parameter(torch.zeros(3))
 PAIR: Any = [("a", MATRIX), ("b", VECTOR)]
 DOUBLE: Any = [("a", Parameter(torch.zeros(2, 2, dtype=torch.float64)))]
+EXPERTS_AND_OTHERS = [
+    (name, Parameter(torch.zeros(1, 3, 5))) for name in ("experts.w", "conv.weight")
+]
 NO_VECTORS = {"use_muon": lambda _, param: param.ndim >= 2}
 ALIKE = "of group 0 would be that of Muon and of AdamW alike"
 SETTINGS: dict[Any, list[tuple[Any, ...]]] = {
@@ -82,8 +85,14 @@ SETTINGS: dict[Any, list[tuple[Any, ...]]] = {
         (f"lr {ALIKE}", {}, [{"params": PAIR, "lr": 0.1}]),
         (f"eps {ALIKE}", {"use_muon": hidden_matrix}, [{"params": PAIR, "eps": 0.1}]),
         (r"has the shape \(3,\), and use_muon=True is for", {"use_muon": lambda *_: True}, PAIR),
-        ("2, 5.*or say stacked", NO_VECTORS, [*nn.Conv1d(2, 3, 5).named_parameters()]),
-        ("2, 5, 5.*or say stacked", NO_VECTORS, [*nn.Conv2d(2, 3, 5).named_parameters()]),
+        ("2, 5.*say higher_dims", NO_VECTORS, [*nn.Conv1d(2, 3, 5).named_parameters()]),
+        ("2, 5, 5.*say higher_dims", NO_VECTORS, [*nn.Conv2d(2, 3, 5).named_parameters()]),
+        ("higher_dims='conv' of .* choose", {"higher_dims": "conv"}, PAIR),
+        ("1, 3, 5.*say higher_dims", {**NO_VECTORS, "higher_dims": "flatten"}, EXPERTS_AND_OTHERS),
+        ("splits=2 of parameter 0 of .* its 3 rows or 2 columns", {"splits": 2}, [MATRIX]),
+        (r"splits=\(3, 3\) .* its 3 rows or 2 columns", {"splits": (3, 3)}, [MATRIX]),
+        ("splits names 'qkv', which is no matrix", {"splits": {"qkv": (1, 2)}}, [("w", MATRIX)]),
+        ("splits of .* have no names", {"splits": {"w": (1, 2)}}, [MATRIX]),
         ("iterable of Tensors", {}, MATRIX),
         (r"momentum=1.0 of .* must be in \[0, 1\)", {"momentum": 1.0}, PAIR),
         ("ns_steps=100 of", {"ns_steps": 100}, PAIR),

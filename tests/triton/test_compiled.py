@@ -132,6 +132,7 @@ STEPS = {
     "adamw, zeroed": Stored(options=StepOptions(zero_gradients=True)),
     "master": Stored(**MIXED, master=F32),
     "split": Stored(**MIXED, master=I16),
+    "split24": Stored(**MIXED, master=torch.int8, stochastic=7),
     "split, 16 bits throughout": Stored(**MIXED, master=I16, first=BF16, second=BF16),
     "float16": Stored(param=F16, gradient=F16),
     "stochastic": Stored(**MIXED, first=BF16, second=BF16, stochastic=7),
@@ -167,17 +168,14 @@ def check_code(
 
 def check_accesses(binary: Binary, read: list[torch.dtype], written: list[torch.dtype]) -> None:
     """Eight elements a thread at a time, float32 in 16 bytes; 16 bits in 16 bytes where nothing is
-    wider, else in 8. Then the tail."""
+    wider, else in 8; 8 bits in 4. Then the tail."""
     for kind, streams in (("ld", read), ("st", written)):
-        wide, narrow = (
-            [d for d in streams if d.itemsize == 4],
-            [d for d in streams if d.itemsize == 2],
-        )
+        wide, narrow, bytes_ = ([d for d in streams if d.itemsize == size] for size in (4, 2, 1))
         all_narrow = not any(d.itemsize == 4 for d in (*read, *written))
         assert binary.accesses(kind, "v4.b32") == 2 * len(wide) + len(narrow) * all_narrow
         assert binary.accesses(kind, "v2.b32") == 2 * len(narrow) * (not all_narrow)
         assert (binary.accesses(kind, "b32"), binary.accesses(kind, "b16")) == (
-            len(wide),
+            len(wide) + 2 * len(bytes_),
             len(narrow),
         ), "the tail alone goes by elements"
 

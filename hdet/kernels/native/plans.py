@@ -40,6 +40,8 @@ class NativeStepPlan(TableStepPlan):
         plan.addresses, plan.columns = self.addresses.data_ptr(), len(self.addresses) // count
         plan.ids, plan.groups = self.numbers.data_ptr(), self.numbers[count:].data_ptr()
         plan.codebooks = 0 if self.codebooks is None else self.codebooks.data_ptr()
+        plan.num_sums, plan.sums = self.num_sums, self.sums.data_ptr()
+        plan.spans = 0 if self.spans is None else self.spans.data_ptr()
         plan.control, plan.rows = self.control.data_ptr(), self.rows.data_ptr()
         plan.replica_rows = self.replica_rows.data_ptr()
         if self.emas is not None and self.ema_settings is not None:
@@ -138,7 +140,7 @@ class NativeCopyPlan:
         count = len(sources)
         nothing: Column = [None] * count
         lowers, masters = source_lowers or nothing, masters or nothing
-        packed = formats(count, sources, destinations, masters)
+        packed = formats(count, sources, destinations, masters, lowers)
         self.chunks = _chunks(plan, memory, sources, packed)
         plan.all_float = int(_only_float(sources, destinations, lowers, masters))
         self.addresses = memory.place(address_table(sources, lowers, destinations, masters))

@@ -52,6 +52,11 @@ class Many:
             return Many([x.double().sqrt().float() for x in self.tensors])
         return Many(torch._foreach_sqrt(self.tensors))
 
+    def clip(self, low: Number, high: Number) -> Many:
+        count = len(self.tensors)
+        lows, highs = (x.tensors if isinstance(x, Many) else [x] * count for x in (low, high))
+        return Many(list(map(torch.clamp, self.tensors, lows, highs)))
+
     def sign(self) -> Many:
         return Many(torch._foreach_sign(self.tensors))
 
@@ -100,6 +105,7 @@ _OPERATIONS: dict[str, Callable[..., Many]] = {
     "div": lambda a, b: a / b,
     "sqrt": Many.sqrt,
     "sign": Many.sign,
+    "clip": Many.clip,
     "lerp": lerp,
     "add_weighted": add_weighted,
     "where": _choose,
@@ -109,14 +115,15 @@ Program = tuple[list[tuple[Callable[..., Many], list[int]]], list[int]]
 
 
 @functools.cache
-def _program(rule: str) -> Program:
-    """The places: scalars, inputs, then the operations in turn."""
+def _program(rule: str, before: bool) -> Program:
+    """The places: scalars, inputs, then the operations in turn. `before`: of the pass before a
+    step."""
     traced = RULES[rule].trace
     inputs = [Traced("input", (name,)) for name in traced.inputs]
     known: list[Scalar | Traced] = [*traced.scalars, *inputs]
     places = {node: place for place, node in enumerate(known)}
     operations = []
-    results = (traced.direction, *traced.moments)
+    results = traced.sums if before else (traced.direction, *traced.moments)
     for node in (node for result in results for node in walk(result)):
         if node not in places:
             args = [places[arg] for arg in node.args]  # type: ignore[index]
@@ -125,18 +132,24 @@ def _program(rule: str) -> Program:
     return operations, [places[result] for result in results]
 
 
-def direction(rule: str, scalars: Sequence[Number], inputs: Sequence[Many]) -> list[Many]:
-    """u, which all replicas share, and the new moments. `inputs`: the scaled gradient, the
-    parameter, which is read where decay is part of the gradient, and the moments."""
-    operations, results = _program(rule)
+def direction(
+    rule: str, scalars: Sequence[Number], inputs: Sequence[Many], before: bool = False
+) -> list[Many]:
+    """u, which all replicas share, and the new moments; or what is summed before a step. `inputs`:
+    the scaled gradient, the parameter, which is read where decay is part of the gradient, and the
+    moments."""
+    operations, results = _program(rule, before)
     values: list[Number] = [*scalars, *inputs]
     for function, places in operations:
         values.append(function(*[values[place] for place in places]))
     return [values[place] for place in results]  # type: ignore[misc]
 
 
-def in_double(scalar: Scalar, settings: Mapping[str, Tensor], step: Tensor) -> Tensor:
-    """`step`: of each tensor, wide. What depends on it has a number for each, all else is 0-d."""
+def in_double(scalar: Scalar, settings: Mapping[str | Scalar, Tensor], step: Tensor) -> Tensor:
+    """`step`: of each tensor, wide. What depends on it, or on sums, has a number for each, all else
+    is 0-d. `settings`: by name, and sums over tensors."""
+    if scalar in settings:
+        return settings[scalar]
     if scalar.op == "number":
         number: Any = scalar.args[0]
         return torch.full((), number, dtype=step.dtype, device=step.device)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...rules import RULES, StepSettings
+from ...rules.trace import Scalar
 from .. import numbers
 from ..checks import check_gradients, check_options, wide_dtype
 from ..ema import WeightAverage
@@ -43,10 +44,10 @@ class Row(NamedTuple):
     """HyperRow and ReplicaRow of csrc/core/hyper.h for some tensors of a group."""
 
     gradient_scale: Tensor
-    scalars: list[Number]
+    settings: dict[str | Scalar, Tensor]
     step: Tensor  # [tensor]
     step_size: list[Number]  # [replica]
-    decay: Tensor  # [replica], wide
+    decay: list[Number]  # [replica]
     cautious: bool
 
 
@@ -172,22 +173,27 @@ class TorchStepPlan:
     def _derive(self, group: int, s: StepSettings, members: list[int], scale: Tensor) -> Row:
         """derive_row and derive_replica for some tensors of a group: in double, rounded once."""
         rule = RULES[self.tensors.rule]
-        settings = dict(zip(_SETTINGS, self.of_groups[group].unbind(), strict=True))
-        if isinstance(s.lr, Tensor):
-            settings["lr"] = s.lr.reshape(()).to(self.wide)
-        lr = settings["lr"]
+        settings: dict[str | Scalar, Tensor] = dict(
+            zip(_SETTINGS, self.of_groups[group].unbind(), strict=True)
+        )
+        lr = settings["lr"] if not isinstance(s.lr, Tensor) else s.lr.reshape(()).to(self.wide)
         step = torch.stack([self.tensors.steps[i] for i in members]) + 1
         wide = step.to(self.wide)
-        rates = lr * self.rho[group]  # Eq. 2
-        settings["rate"] = rates[0]
-        at = torch.where(settings["decay_at_base"] != 0, lr, rates)
+        if rule.first_step > 1:
+            lr = torch.where(step < rule.first_step, 0, lr)
+        rates = [lr * rho for rho in self.rho[group]]  # Eq. 2
+        settings |= {"lr": lr, "rate": rates[0]}
+        decays = [torch.where(settings["decay_at_base"] != 0, lr, rate) for rate in rates]
         divisor = in_double(rule.trace.divisor, settings, wide)
         return Row(
             gradient_scale=torch.where(settings["maximize"] != 0, -scale, scale),
-            scalars=[_rounded(in_double(s, settings, wide)) for s in rule.trace.scalars],
+            settings=settings,
             step=step,
             step_size=[_rounded(rate / divisor) for rate in rates],
-            decay=1 - (0 * at if rule.coupled else at * settings["weight_decay"]),
+            decay=[
+                _rounded(1 - (0 * at if rule.coupled else at * settings["weight_decay"]))
+                for at in decays
+            ],
             cautious=s.cautious_decay,
         )
 
@@ -211,10 +217,12 @@ class TorchStepPlan:
             for j, (value, param, master) in enumerate(
                 zip(values.tensors, params[k], masters[k], strict=True)
             ):
-                if self._stochastic(param) and master is None:
-                    value = numbers.stochastic_bfloat16(
-                        value, self._random(row.step[j], k, members[j], value) & 0xFFFF
-                    )
+                if self._stochastic(param) and (master is None or master.dtype == torch.int8):
+                    random = self._random(row.step[j], k, members[j], value)
+                    if master is None:
+                        value = numbers.stochastic_bfloat16(value, random & 0xFFFF)
+                    else:
+                        value = numbers.to_24(value, random & 0xFF)
                 numbers.store(value, param, master)
             self._follow_over_time(members, k, values_of(params[k], masters[k]), skip)
 
@@ -235,10 +243,11 @@ class TorchStepPlan:
     @staticmethod
     def _decay(row: Row, k: int, p: Many, u: Many) -> Number:
         """What replica k's parameters are multiplied by."""
-        decay = row.decay[k].float()
         if not row.cautious:
-            return decay
-        return Many([torch.where(x < 0, 1.0, decay) for x in (u * p).tensors])
+            return row.decay[k]
+        against = Many([x < 0 for x in (u * p).tensors])
+        ones = Many([torch.ones_like(x) for x in p.tensors])
+        return where(against, ones, ones * row.decay[k])
 
     def _share(
         self, row: Row, members: list[int], gradients: Column, params: Many, skip: Tensor | None
@@ -264,11 +273,29 @@ class TorchStepPlan:
             params = Many(
                 [torch.zeros_like(x) for x in g.tensors]
             )  # no decay in the gradient: see check_group
-        u, *new = direction(t.rule, row.scalars, [g, params, *moments])
+        u, *new = direction(t.rule, *self._inputs(row, [g, params, *moments]))
         if skip is not None:
             new = [where(skip, before, after) for before, after in zip(moments, new, strict=True)]
         self._store_moments(row, members, kept, new, skip)
         return u
+
+    def _inputs(self, row: Row, inputs: list[Many]) -> tuple[list[Number], list[Many]]:
+        """The scalars that elements meet, after a pass for sums over tensors, and these inputs."""
+        traced, wide = RULES[self.tensors.rule].trace, row.step.to(self.wide)
+        settings = dict(row.settings)
+        if traced.sums:
+            nothing = {Scalar("sum", (one,)): wide for one in traced.sums}
+            elements = [x.numel() for x in inputs[0].tensors]
+            settings[Scalar("elements")] = torch.tensor(
+                elements, dtype=self.wide, device=self.device
+            )
+            scalars = [_rounded(in_double(s, settings | nothing, wide)) for s in traced.scalars]
+            for one, terms in zip(
+                traced.sums, direction(self.tensors.rule, scalars, inputs, before=True), strict=True
+            ):
+                sums = [x.sum(dtype=self.wide) for x in terms.tensors]
+                settings[Scalar("sum", (one,))] = torch.stack(sums)
+        return [_rounded(in_double(s, settings, wide)) for s in traced.scalars], inputs
 
     def _stochastic(self, x: Tensor) -> bool:
         return self.tensors.stochastic is not None and x.dtype == torch.bfloat16

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from ...triton_kernels.chunks import SLICE
-from ..tables import CHUNK_ELEMENTS, Chunks, DeviceMemory
+from ..tables import CHUNK_ELEMENTS, FORMAT_PLACES, Chunks, DeviceMemory
 
 BLOCK = 1024
 """elements a program of 4 warps moves at a time: 8 a thread, in two accesses of 16 bytes for
@@ -60,7 +60,7 @@ def split_by_format(chunks: Chunks, placed: Tensor) -> list[tuple[tuple[int, ...
     """Chunks that lie in the order of their formats, by format: how gradient, parameter, master and
     moments are stored; and that part of the table."""
     packed, counts = torch.unique_consecutive(chunks.table[:, 3], return_counts=True)
-    kinds = [tuple(one >> 4 * place & 15 for place in range(6)) for one in packed.tolist()]
+    kinds = [tuple(one >> 4 * place & 15 for place in FORMAT_PLACES) for one in packed.tolist()]
     return list(zip(kinds, placed.split(counts.tolist()), strict=True))
 
 

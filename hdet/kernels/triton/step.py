@@ -11,7 +11,7 @@ from torch import Tensor
 from ...rules import RULES
 from ...tensors.profiling import ranged
 from ...triton_kernels import hyper, norm
-from ...triton_kernels.step import StepVariant, update
+from ...triton_kernels.step import StepVariant, sum_terms, update
 from ..interface import Column, StepTensors
 from ..numbers import CODE_BLOCK
 from ..step import TableStepPlan
@@ -103,10 +103,39 @@ class TritonStepPlan(TableStepPlan):
             self.zero if options.found_inf is None else options.found_inf,
             self.chunks.number if takes_norm else 0,
         )
-        for variant, kinds, chunks in self.launches:
-            vector = vector_of(kinds, self.aligned and self.gradients_aligned)
-            zeroes = options.zero_gradients
-            self._update(replace(variant, zero_gradients=zeroes, vector=vector), chunks)
+        launches = [
+            (self._variant(variant, options.zero_gradients, kinds), chunks)
+            for variant, kinds, chunks in self.launches
+        ]
+        if self.num_sums:
+            self._sum_terms(launches)
+        for launch in launches:
+            self._update(*launch)
+
+    def _variant(
+        self, variant: StepVariant, zero_gradients: bool, kinds: tuple[int, ...]
+    ) -> StepVariant:
+        vector = vector_of(kinds, self.aligned and self.gradients_aligned)
+        return replace(variant, zero_gradients=zero_gradients, vector=vector)
+
+    def _sum_terms(self, launches: list[tuple[StepVariant, Tensor]]) -> None:
+        """What the rule sums over tensors, and what of their rows depends on it."""
+        t, rule = self.tensors, RULES[self.tensors.rule]
+        places = (self.spans, self.sums, max(self.chunks.longest, 1))
+        for variant, chunks in launches:
+            tables = (*self._tables(chunks), *places)
+            self.memory.launch(sum_terms, len(chunks), *tables, SUMS=self.num_sums, V=variant)
+        tables = (self.placed_gradients, *self.placed_settings, *places)
+        counts = (t.num_groups, t.num_replicas)
+        self.memory.launch(
+            hyper.derive_again,
+            self.count,
+            *(*tables, self.numbers[self.count :], self.rows, *counts),
+            RULE=t.rule,
+            FIRST=rule.first_step,
+            SUMS=self.num_sums,
+            BLOCK=TABLE_BLOCK,
+        )
 
     def _sum_squares(self) -> None:
         tables = (self.placed_chunks, self.placed_gradients, self.partials)
@@ -141,6 +170,8 @@ class TritonStepPlan(TableStepPlan):
             EMAS=len(t.averages),
             RULE=t.rule,
             COUPLED=RULES[t.rule].coupled,
+            FIRST=RULES[t.rule].first_step,
+            SUMS=self.num_sums,
             TENSORS=block,
             BLOCK=TABLE_BLOCK,
             num_warps=8,
@@ -151,15 +182,17 @@ class TritonStepPlan(TableStepPlan):
         tables = (self.emas, *more, self.ema_rows)
         return tuple(self.addresses if table is None else table for table in tables)
 
+    def _tables(self, chunks: Tensor) -> tuple[Tensor, ...]:
+        """What a kernel that sees elements reads."""
+        tables = (chunks, self.placed_gradients, self.addresses, self.numbers)
+        return (*tables, self.rows, self.replica_rows, self.control, self.random, *self._emas())
+
     def _update(self, variant: StepVariant, chunks: Tensor) -> None:
         slices = slices_of(self.chunks.longest, coded=variant.coded)
-        tables = (chunks, self.placed_gradients, self.addresses, self.numbers)
-        derived = (self.rows, self.replica_rows, self.control, self.random, *self._emas())
         self.memory.launch(
             update,
             len(chunks) * slices,
-            *tables,
-            *derived,
+            *self._tables(chunks),
             slices,
             V=variant,
             **registers_for(variant.replicas, coded=variant.coded),

@@ -20,9 +20,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 SOURCES = ROOT / "csrc"
 COMPILER = os.environ.get("CXX") or shutil.which("c++")
-RULES = ("adamw", "ademamix", "schedule_free_adamw", "sgd")
-"""Two, three and one moment; exact ones, and some that may be missing; decoupled and coupled decay,
-and the new parameter in the place of a direction. Kernels of other rules differ in arithmetic
+RULES = ("adamw", "adan", "ademamix", "cautious_adamw", "schedule_free_adamw", "sgd")
+"""One to four moments; exact ones, and some that may be missing; decoupled and coupled decay, the
+new parameter in the place of a direction, and sums over tensors. Kernels of other rules differ in arithmetic
 alone, which is the CPU's text, and would double the build."""
 
 FLAGS = [
@@ -101,7 +101,11 @@ def build() -> Path:
     others = rf"    case Rule::(?!({'|'.join(RULES)}):)\w+: return call\(.*\n"
     rules.write_text(re.sub(others, "", rules.read_text(encoding="utf-8")), encoding="utf-8")
     kernels = copy / "cuda" / "rule.cu"  # the longest, once for each rule
-    compiled = [(kernels, f"{name.capitalize()}Rule") for name in ("any", *RULES)]
+    text = rules.read_text(encoding="utf-8")
+    own = re.findall(r"^struct (\w+Rule) \{$", text, re.MULTILINE)
+    wanted = [f"{name.capitalize()}Rule" for name in RULES]
+    own = ["AnyRule", "AnyLargeRule", *(name for name in own if name in wanted)]
+    compiled = [(kernels, name) for name in own]
     rest = [copy / "bindings.cpp", HERE / "counters.cpp", *copy.glob("cpu/*.cpp")]
     rest += {*copy.glob("cuda/*.cu")} - {kernels}
     compiled += [(source, "") for source in rest]

@@ -25,7 +25,7 @@ from hdet.rules import RULES as ALL_RULES
 
 from ..cases import CHUNK
 from ..problem import Problem, final_tensors
-from ..table import AVERAGES, BF16, COVERING, F32, I16, NATIVE, OTHERS, U8, Case, Format
+from ..table import AVERAGES, BF16, COVERING, F32, I8, I16, NATIVE, OTHERS, U8, Case, Format
 from ..test_step import assert_same_bits
 from .build import RULES
 from .plugin import state
@@ -53,6 +53,7 @@ def test_a_rule_of_each_kind_is_built() -> None:
         rule = ALL_RULES[name]
         found = {"moments": len(rule.moments), "coupled": rule.coupled, "signs": all(rule.signed)}
         found |= {"kept_if": rule.kept_if is None, "exact": bool(rule.exact)}
+        found |= {"sums": len(rule.trace.sums), "generic": rule.generic}
         return {*found.items(), ("gives_parameter", rule.gives_parameter)}
 
     assert set().union(*map(facts, ALL_RULES)) == set().union(*map(facts, RULES))
@@ -162,6 +163,8 @@ ALL_FORMS = [
     Format(BF16, None, BF16, BF16, BF16),
     Format(exp_avg=U8, exp_avg_sq=U8),
     Format(BF16, I16, BF16, U8, U8),
+    Format(BF16, I8, BF16),
+    Format(BF16, I8, BF16, U8, U8),
 ]
 
 

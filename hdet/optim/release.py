@@ -1,0 +1,173 @@
+"""Gradient release: a parameter is stepped as soon as a backward pass has its gradient, which is
+then dropped. So gradients need no memory at the same time."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hdet.kernels import StepOptions
+from hdet.tensors import dtensor as shards
+
+from .step_plans import Norms, Planned
+
+if TYPE_CHECKING:
+    from .fused import FusedOptimizer
+
+
+@dataclass
+class _Alone:
+    """What steps one parameter by itself."""
+
+    number: int
+    """among all parameters"""
+    sizes: list[int]
+    """of the groups, which have this parameter alone"""
+    container: dict[Tensor, dict[str, Any]]
+    planned: Planned | None = None
+
+
+class GradientRelease:
+    """The steps of one optimizer in its backward passes, and what `step()` says of them."""
+
+    def __init__(self, optimizer: FusedOptimizer) -> None:
+        self.keeps = False
+        """Are gradients left alone, in the micro-batches before the last?"""
+        self._optimizer = weakref.ref(optimizer)
+        self._hooked: set[Tensor] = set()
+        self._alone: dict[Tensor, _Alone] = {}
+        self._stepped: dict[Tensor, _Alone] = {}
+        self._scale: Tensor | None = None
+        """what gradients are divided by, by the last norm"""
+        self.norm: Tensor | None = None
+        self.skipped: Tensor | None = None
+        """of the last step, as a StepPlan's; was any parameter skipped?"""
+
+    def attach(self, params: Iterable[Tensor]) -> None:
+        """To those that are trained and have no hook yet; others are stepped by `step()`."""
+        hook = _weakly(self)
+        for param in params:
+            if param.requires_grad and param not in self._hooked:
+                param.register_post_accumulate_grad_hook(hook)
+                self._hooked.add(param)
+
+    def forget(self) -> None:
+        """No parameter has a plan."""
+        self._alone.clear()
+
+    @property
+    def planned(self) -> list[Planned]:
+        return [one.planned for one in self._alone.values() if one.planned is not None]
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def take(self, param: Tensor) -> None:
+        """Steps a parameter along its gradient, which is dropped."""
+        optimizer = self._optimizer()
+        if self.keeps or optimizer is None or param.grad is None:
+            return
+        optimizer.check_mode("loss.backward() with released gradients")
+        if param in self._stepped:
+            raise RuntimeError(
+                "a second backward pass came before optimizer.step(), with released gradients: put "
+                "all micro-batches but the last into `with optimizer.keep_gradients():`"
+            )
+        alone = self._alone.get(param) or self._find(optimizer, param)
+        if alone.container[param] is not optimizer.state[param]:
+            alone.container, alone.planned = {param: optimizer.state[param]}, None
+        sized = [
+            (size, optimizer._rule_of(group).kind(group))
+            for size, group in zip(alone.sizes, optimizer.param_groups, strict=True)
+        ]
+        planned = alone.planned
+        if planned is None or not planned.holds(alone.container, [param], sized):
+            _check_processes(param)
+            planned = optimizer._plan([param], sized, [0], alone.container, alone.number)
+        if planned.clip is not None and optimizer.max_grad_norm is not None:
+            raise ValueError(
+                "released gradients of DTensors, and of matrices of FusedMuon, cannot be clipped: "
+                "their norm is taken of all of them; set max_grad_norm=None"
+            )
+        settings = optimizer._settings_of(planned)
+        planned.watch.check()
+        planned.step([param.grad], [], settings, lambda _: self._options(optimizer))
+        alone.planned, self._stepped[param], param.grad = planned, alone, None
+
+    def _find(self, optimizer: FusedOptimizer, param: Tensor) -> _Alone:
+        listed = optimizer._listed()
+        number = next(i for i, one in enumerate(listed) if one is param)
+        sizes = [sum(p is param for p in group["params"]) for group in optimizer.param_groups]
+        made = self._alone[param] = _Alone(number, sizes, {param: optimizer.state[param]})
+        return made
+
+    def _options(self, optimizer: FusedOptimizer) -> StepOptions:
+        if optimizer.zero_gradients:
+            raise ValueError("zero_gradients=True keeps gradients, and these are released: set it "
+                             "to False")  # fmt: skip
+        return StepOptions(grad_scale=self._scale, max_norm=optimizer.max_grad_norm or 0.0)
+
+    def end(self, optimizer: FusedOptimizer) -> Norms | None:
+        """All parameters have been stepped, those too whose gradient came in an earlier micro-batch
+        alone. Returns where the norms are."""
+        if getattr(optimizer, "found_inf", None) is not None:
+            raise RuntimeError(
+                "a GradScaler scales gradients that are released before it can unscale them: train "
+                "in bfloat16 without one, or do not release gradients"
+            )
+        for param in optimizer._listed():
+            self.take(param)
+        if not self._stepped:
+            raise RuntimeError(
+                "optimizer.step() came without loss.backward() before it, in which parameters are "
+                "stepped: gradients are released"
+            )
+        stepped, self._stepped = list(self._stepped.values()), {}
+        plans = [one.planned.parts[0].plan for one in stepped if one.planned is not None]
+        device = plans[0].skipped.device
+        self.skipped = torch.stack([plan.skipped.to(device) for plan in plans]).amax()
+        if optimizer.max_grad_norm is None:
+            self._scale = None
+            return None
+        self._norms = torch.stack([plan.norm.to(device) for plan in plans])
+        if self._scale is not None:
+            self._norms = self._norms * self._scale
+        self.norm = torch.linalg.vector_norm(self._norms)
+        if math.isinf(optimizer.max_grad_norm):
+            self._scale = None
+        else:
+            # torch's clip_grad_norm_; a norm that is not finite says nothing of the next
+            scale = ((self.norm + 1e-6) / optimizer.max_grad_norm).clamp(min=1.0)
+            before = torch.ones_like(scale) if self._scale is None else self._scale
+            self._scale = torch.where(scale.isfinite(), scale, before)
+        return Norms(self, [one.number for one in stepped], [])
+
+    def gradient_norms(self) -> Tensor:
+        return self._norms
+
+
+def _weakly(release: GradientRelease) -> Callable[[Tensor], None]:
+    """A hook that does not keep it alive."""
+    reference = weakref.ref(release)
+
+    def hook(param: Tensor) -> None:
+        found = reference()
+        if found is not None:
+            found.take(param)
+
+    return hook
+
+
+def _check_processes(param: Tensor) -> None:
+    alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
+    if not (alone or shards.is_sharded(param)):
+        raise RuntimeError(
+            "released gradients would not be those of all processes, which DDP averages after "
+            "parameters are stepped: use fully_shard (FSDP2), whose gradients are reduced before"
+        )
