@@ -1,4 +1,5 @@
-"""Moments in 8 bits beside float32, bitsandbytes and torchao, where these are installed.
+"""hdet's AdamW, its moments in float32, bfloat16 and 8 bits, beside torch's fused, foreach and
+compiled one, and bitsandbytes and torchao where these are installed.
 
 JSON lines.
 
@@ -69,6 +70,8 @@ def steps(machine: Machine, width: int = 256) -> list[Record]:
     eight = partial(hdet.FusedAdamW, moment_dtype="8bit")
     candidates: dict[str, Make] = {
         "torch float32": partial(torch.optim.AdamW, fused=True),
+        "torch float32, foreach": partial(torch.optim.AdamW, foreach=True),
+        "torch float32, foreach, compiled": partial(torch.optim.AdamW, foreach=True),
         "hdet float32": hdet.FusedAdamW,
         "hdet bfloat16": partial(hdet.FusedAdamW, moment_dtype=BF16),
         "hdet 8 bits": eight,
@@ -81,13 +84,16 @@ def steps(machine: Machine, width: int = 256) -> list[Record]:
         shapes, dtype = gpt2(width, 4, 5000), BF16 if "split" in name else torch.float32
         params = owned(machine.randn(shapes, dtype), machine.randn(shapes, dtype))
         optimizer = make(params, lr=1e-4)
+        step: Callable[[], object] = optimizer.step
+        if "compiled" in name:
+            step = torch.compile(step, backend="eager" if machine.quick else "inductor")
         start = time.perf_counter()
-        optimizer.step()
+        step()
         if machine.is_gpu:
             torch.cuda.synchronize()
         first, count = time.perf_counter() - start, sum(p.numel() for p in params)
         state = sum(held(dict(optimizer.state[p])) for p in params) / count
-        calls[name] = optimizer.step
+        calls[name] = step
         records.append({
             "operation": "adamw step", "optimizer": name, "device": machine.device,
             "threads": torch.get_num_threads(), "parameters": count,
