@@ -383,8 +383,9 @@ def step(machine: Machine, name: str, shapes: Shapes, notes: dict[str, Any], of:
 
 
 def formats(machine: Machine) -> None:
-    """float32 on all lists, the others on GPT-2."""
-    for of in FORMATS:
+    """float32 on all lists, the others on GPT-2; first what has changed since it was measured."""
+    changed = {operation.removeprefix("adamw, ") for operation, _ in PREDICTED}
+    for of in sorted(FORMATS, key=lambda of: of not in changed):
         names = list(SHAPES) if of == "float32" and not machine.is_gpu else [GPT2]
         for name, shapes, notes in machine.shapes(40, names):
             step(machine, name, shapes, notes, of)
