@@ -136,8 +136,7 @@ def adan(row, g, p, m, d, n, before):
     t2 = lerp(d, t1, s[4], s[5])
     t3 = g + (t1 * s[5])
     t4 = (n * s[7]) + ((t3 * s[8]) * t3)
-    u = tl.div_rn((t0 * s[2]) + (t2 * s[6]), (tl.sqrt_rn(t4) * s[9]) + s[10])
-    return u, t0, t2, t4, g * s[11]
+    return tl.div_rn((t0 * s[2]) + (t2 * s[6]), (tl.sqrt_rn(t4) * s[9]) + s[10]), t0, t2, t4, g * s[11]
 
 
 @triton.jit
@@ -182,10 +181,9 @@ def adopt_scalars(h, step, rate, whole, s, live):
 @triton.jit
 def adopt(row, g, p, m, v):
     s = row.s
-    t0 = tl.where(
-        s[0] != 0, m, lerp(m, clip(tl.div_rn(g, clip(tl.sqrt_rn(v), s[1], s[2])), s[3], s[4]), s[5], s[6])
-    )
-    return t0, t0, (v * s[7]) + ((g * s[8]) * g)
+    t0 = lerp(m, clip(tl.div_rn(g, clip(tl.sqrt_rn(v), s[1], s[2])), s[3], s[4]), s[5], s[6])
+    t1 = tl.where(s[0] != 0, m, t0)
+    return t1, t1, (v * s[7]) + ((g * s[8]) * g)
 
 
 @triton.jit
@@ -207,10 +205,10 @@ def cautious_adamw(row, g, p, m, v):
     s = row.s
     t0 = lerp(m, g, s[0], s[1])
     t1 = (v * s[5]) + ((g * s[6]) * g)
-    u = tl.div_rn(
+    t2 = tl.div_rn(
         (t0 * clip(sign(t0) * sign(g), s[2], s[3])) * s[4], (tl.sqrt_rn(t1) * s[7]) + s[8]
     )
-    return u, t0, t1
+    return t2, t0, t1
 
 
 @triton.jit
