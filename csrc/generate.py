@@ -333,6 +333,9 @@ def {rule.name}_scalars(h, step, rate, whole, s, live):
         """A function of elements."""
         lines, texts = self.statements(rule, results)
         result = f"({texts[0]},)" if len(texts) == 1 else ", ".join(texts)
+        if len(result) > 89:
+            lines["u"], texts[0] = texts[0], "u"
+            result = ", ".join(texts)
         return f"""
 @triton.jit
 def {name}(row, {", ".join(rule.trace.inputs)}):

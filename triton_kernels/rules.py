@@ -136,7 +136,8 @@ def adan(row, g, p, m, d, n, before):
     t2 = lerp(d, t1, s[4], s[5])
     t3 = g + (t1 * s[5])
     t4 = (n * s[7]) + ((t3 * s[8]) * t3)
-    return tl.div_rn((t0 * s[2]) + (t2 * s[6]), (tl.sqrt_rn(t4) * s[9]) + s[10]), t0, t2, t4, g * s[11]
+    u = tl.div_rn((t0 * s[2]) + (t2 * s[6]), (tl.sqrt_rn(t4) * s[9]) + s[10])
+    return u, t0, t2, t4, g * s[11]
 
 
 @triton.jit
