@@ -22,7 +22,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,22 +83,10 @@ class Used:
 
 
 def resources(arch: str) -> dict[str, Used]:
-    """By the names of all kernels that hdet has been built with for this compute capability; of
-    PTX alone ("75-virtual"), as a driver would compile it."""
-    number, _, kind = arch.partition("-")
-    if kind == "virtual":
-        with _extracted("ptx", number) as files:
-            told = "".join(map(partial(_compiled_usage, number), files))
-    else:
-        told = _run("cuobjdump", "-res-usage", "-arch", f"sm_{number}", _C.__file__)
+    """By the names of all kernels that hdet has been built with for this compute capability."""
+    told = _run("cuobjdump", "-res-usage", "-arch", f"sm_{arch.split('-')[0]}", _C.__file__)
     found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) \S+ LOCAL:(\d+)", told)
     return {name: Used(*map(int, numbers)) for name, *numbers in found}
-
-
-def _compiled_usage(number: str, ptx: Path) -> str:
-    cubin = str(ptx.with_suffix(".cubin"))
-    _run("ptxas", f"-arch=sm_{number}", "-o", cubin, str(ptx))
-    return _run("cuobjdump", "-res-usage", cubin)
 
 
 def instructions(arch: str, kernel: str) -> str:

@@ -154,7 +154,6 @@ class Cpp(Language):
             "kCoupled": rule.coupled,
             "kMayLackMoments": rule.kept_if is not None,
             "kGivesParameter": rule.gives_parameter,
-            "kExact": bool(rule.exact),
             "kGeneric": rule.generic,
         }
         signed = sum(one << j for j, one in enumerate(rule.signed))

@@ -21,15 +21,9 @@ pytestmark = pytest.mark.skipif(nvcc() is None, reason="there is no nvcc here")
 OWN = [rule for rule in RULES.values() if not rule.generic]
 # of several replicas: those of most rules
 MANY = [not rule.gives_parameter for rule in OWN]
-# no moment that is exact: what csrc/cuda/step.cuh's AnyRule and AnyLargeRule stand for
-SIMPLE = [not rule.exact for rule in OWN]
 # kernels by source
 KERNELS = {
-    "rule.cu": sum(
-        10 + 3 * many + (0 if simple else 2 + 2 * many)
-        for many, simple in zip(MANY, SIMPLE, strict=True)
-    )
-    + 8,
+    "rule.cu": sum(10 + 3 * many for many in MANY) + 8,  # of AnyRule and AnyLargeRule
     "step.cu": 0,
     "derive.cu": 1,
     "norm.cu": 1,
