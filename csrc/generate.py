@@ -14,7 +14,6 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar
 
@@ -50,6 +49,8 @@ class Language:
     tensor_calls: ClassVar[dict[str, str]]
     row_format: ClassVar[str]
     """of a scalar that elements meet, by its number"""
+    longest = 1000
+    """characters of an expression"""
 
     def __init__(self) -> None:
         self.named: dict[Scalar, str] = {}
@@ -95,8 +96,8 @@ class Language:
         return lines, [bare(self.scalar(s)) for s in rule.trace.scalars]
 
     def statements(self, rule: Rule, results: Sequence[Tensor]) -> tuple[dict[str, str], list[str]]:
-        """What is used more than once, by its name; and the results, which have names unless they
-        are used once."""
+        """What is used more than once, or long, by its name; and the results, which have names
+        unless they are used once."""
         traced = rule.trace
         nodes = {node for result in results for node in walk(result)}
         used = Counter([*results, *(arg for node in nodes for arg in node.args)])
@@ -115,7 +116,7 @@ class Language:
                 made = self.chosen(f"{args[0]} != 0", *args[1:])
             else:
                 made = _operation(node.op, args, self.tensor_calls)
-            if used[node] == 1:
+            if used[node] == 1 and len(made) <= self.longest:
                 return made
             names[node] = f"t{len(names)}"
             lines[names[node]] = bare(made)
@@ -308,6 +309,7 @@ class Triton(Language):
     scalar_calls: ClassVar = {"sqrt": "tl.sqrt"}
     tensor_calls: ClassVar = {"sqrt": "tl.sqrt_rn", "div": "tl.div_rn"}
     row_format = "s[{}]"
+    longest = 70
 
     def number(self, x: float) -> str:
         return f"f64({x!r})" if math.isfinite(x) else 'f64(float("inf"))'
@@ -455,15 +457,9 @@ def _put(place: int, text: str) -> str:
 
 
 def _broken(line: str) -> str:
-    """As ruff format breaks a long call: its arguments on one line, or each on its own."""
+    """As ruff format breaks a long call."""
     call, _, inside = line.partition("(")
-    inside = inside[:-1]
-    if len(inside) > 92:
-        depths = list(accumulate((letter == "(") - (letter == ")") for letter in inside))
-        ends = [i for i, letter in enumerate(inside) if letter == "," and depths[i] == 0]
-        cuts = zip([-1, *ends], [*ends, len(inside)], strict=True)
-        inside = ",\n        ".join(inside[i + 1 : j].strip() for i, j in cuts) + ","
-    return line if len(line) <= 100 else f"{call}(\n        {inside}\n    )"
+    return line if len(line) <= 100 else f"{call}(\n        {inside[:-1]}\n    )"
 
 
 class Optimizers:
