@@ -265,7 +265,7 @@ struct Coded : Update<Rule, kMany, kKnown> {
 // others go on.
 template <class Rule, bool kMany, Known kKnown>
 constexpr int coded_blocks_per_multiprocessor() {
-  if (kIsAny<Rule>) return Rule::kMoments > 2 ? 2 : 3;
+  if (kIsAny<Rule>) return 2;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   if (kMany && Rule::kMoments > 2) return 3;
 #endif

@@ -93,22 +93,16 @@ struct Element {
   HDET_DEVICE float& operator[](int j) const { return x[j][i]; }
 };
 
-// Stands for all rules with so many moments, of which StepPlan::rule says the one: of kernels that
-// are seldom asked for there is one for all of them.
-template <int kFewest, int kMost>
-struct AnyOf {
-  static constexpr int kMoments = kMost;
+// Stands for all rules, of which StepPlan::rule says the one: of kernels that are seldom asked for
+// there is one for all of them.
+struct AnyRule {
+  static constexpr int kMoments = kMostMoments;
   static constexpr bool kSquares = true, kCoupled = true, kMayLackMoments = true,
                         kGivesParameter = false;
-
-  template <class Rule>
-  static constexpr bool includes = kFewest <= Rule::kMoments && Rule::kMoments <= kMost;
 };
-struct AnyRule : AnyOf<1, 2> {};
-struct AnyLargeRule : AnyOf<3, kMostMoments> {};
 
 template <class Rule>
-constexpr bool kIsAny = std::is_same_v<Rule, AnyRule> || std::is_same_v<Rule, AnyLargeRule>;
+constexpr bool kIsAny = std::is_same_v<Rule, AnyRule>;
 
 // kMany: any number of replicas, in batches whose loads are issued together; else one. kKnown:
 // StepPlan::known. Unless it is none, formats are constants to the compiler. kEmas: there may be
@@ -150,10 +144,7 @@ struct Update {
   template <class Call>
   HDET_DEVICE auto with(const Call& call) const {
     if constexpr (kIsAny<Rule>) {
-      return with_rule(plan.rule, [&](auto rule) {
-        if constexpr (Rule::template includes<decltype(rule)>) return call(rule);
-        else return decltype(call(rule))();
-      });
+      return with_rule(plan.rule, call);
     } else {
       return call(Rule{});
     }
@@ -493,8 +484,8 @@ __global__ void __launch_bounds__(kStepThreads,
 using StepKernel = void (*)(StepPlan, Slices);
 
 // What has a kernel for each rule; but formats that are not known, and two at once of bfloat16
-// throughout, several replicas, averages over time and codes, have that of AnyRule
-// or AnyLargeRule, which are the only ones of generic rules.
+// throughout, several replicas, averages over time and codes, have that of AnyRule,
+// which is the only one of generic rules.
 inline bool is_usual(const StepPlan& plan) {
   return plan.known != Known::none && (plan.known == Known::halves) + (plan.num_replicas > 1) +
                                               (plan.emas != nullptr) + (plan.codebooks != nullptr) <
