@@ -1,4 +1,5 @@
-"""Moments in 8 bits beside float32, bitsandbytes and torchao, where these are installed.
+"""hdet's AdamW, its moments in float32, bfloat16 and 8 bits, beside torch's fused, foreach and
+compiled one, and bitsandbytes and torchao where these are installed.
 
 JSON lines.
 
@@ -21,7 +22,7 @@ above that with float32 moments, in percent; means over seeds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from statistics import mean, median
@@ -40,6 +41,7 @@ from .kernels import BF16, Machine, gpt2, machine_of, owned, parser
 
 Make = Callable[..., torch.optim.Optimizer]
 Record = dict[str, Any]
+FLOOR = "torch float32"
 
 
 def peers() -> dict[str, Make]:
@@ -65,29 +67,43 @@ def held(value: Any) -> int:
     return value.nbytes if isinstance(value, Tensor) else 0
 
 
-def steps(machine: Machine, width: int = 256) -> list[Record]:
+def steps(machine: Machine) -> Iterator[Record]:
+    """Those first that need no compiler, which takes minutes on a CPU."""
     eight = partial(hdet.FusedAdamW, moment_dtype="8bit")
     candidates: dict[str, Make] = {
-        "torch float32": partial(torch.optim.AdamW, fused=True),
+        FLOOR: partial(torch.optim.AdamW, fused=True),
+        "torch float32, foreach": partial(torch.optim.AdamW, foreach=True),
+        "torch float32, foreach, compiled": partial(torch.optim.AdamW, foreach=True),
         "hdet float32": hdet.FusedAdamW,
         "hdet bfloat16": partial(hdet.FusedAdamW, moment_dtype=BF16),
         "hdet 8 bits": eight,
         "hdet 8 bits, split bfloat16": partial(eight, master_weights="split"),
         **{f"{name} 8 bits": make for name, make in peers().items()},
     }
+    late = [name for name in candidates if "compiled" in name or "torchao" in name]
+    for group in ([name for name in candidates if name not in late], *([FLOOR, x] for x in late)):
+        for record in _in_turn(machine, {name: candidates[name] for name in group}):
+            if record["optimizer"] in group[1:] or len(group) > 2:
+                yield record
+
+
+def _in_turn(machine: Machine, candidates: dict[str, Make], width: int = 256) -> list[Record]:
     calls: dict[str, Callable[[], object]] = {}
     records: list[Record] = []
     for name, make in candidates.items():
         shapes, dtype = gpt2(width, 4, 5000), BF16 if "split" in name else torch.float32
         params = owned(machine.randn(shapes, dtype), machine.randn(shapes, dtype))
         optimizer = make(params, lr=1e-4)
+        step: Callable[[], object] = optimizer.step
+        if "compiled" in name:
+            step = torch.compile(step, backend="eager" if machine.quick else "inductor")
         start = time.perf_counter()
-        optimizer.step()
+        step()
         if machine.is_gpu:
             torch.cuda.synchronize()
         first, count = time.perf_counter() - start, sum(p.numel() for p in params)
         state = sum(held(dict(optimizer.state[p])) for p in params) / count
-        calls[name] = optimizer.step
+        calls[name] = step
         records.append({
             "operation": "adamw step", "optimizer": name, "device": machine.device,
             "threads": torch.get_num_threads(), "parameters": count,
@@ -97,7 +113,7 @@ def steps(machine: Machine, width: int = 256) -> list[Record]:
         })  # fmt: skip
     seconds = machine.seconds(calls)
     for record in records:
-        own, fused = seconds[record["optimizer"]], seconds["torch float32"]
+        own, fused = seconds[record["optimizer"]], seconds[FLOOR]
         record["ns"] = round(1e9 * median(own) / record["parameters"], 2)
         record["ratio"] = round(median(a / b for a, b in zip(own, fused, strict=True)), 2)
     return records
@@ -189,6 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made.add_argument("--steps", type=int, default=2000)
     options = made.parse_args(arguments)
     machine = machine_of(options)
+    records: Iterable[Record]
     if options.quality:
         records = quality(options.rules, options.seeds, options.steps, options.device)
     else:

@@ -9,7 +9,8 @@ then is kept, and the next one begins. All of it, the build included, takes at m
 
 In the folder, by default benchmarks/results/gpu, each figure is as soon as it is there:
 figures.jsonl, to which lines are appended, each with what the last run there had ("before") and, of
-what has changed since, what is predicted ("predicted"); ncu.csv; and a log of each step.
+what has changed since, what is predicted ("predicted"); ema.jsonl and eight_bit.jsonl, beside other
+libraries; ncu.csv; and a log of each step.
 `python -m benchmarks.gpu_report` reads them. The exit status is 1 if something failed or was left
 out. --dry-run goes the same way on a CPU with small tensors, and collects tests only.
 """
@@ -58,7 +59,8 @@ class Step(NamedTuple):
 
 
 def plan(folder: Path, dry: bool) -> Iterator[Step]:
-    """All steps; on one H100 they take about 8 minutes together."""
+    """All steps, first those of which nothing was ever measured. On one H100 those up to the
+    training take about 8 minutes together."""
     kernels = ["-m", "benchmarks.kernels", "--json", str(folder / "figures.jsonl")]
     muon = ["-m", "benchmarks.muon", "--json", str(folder / "figures.jsonl")]
     where = ["--quick", "--threads", "1", "--device", "cpu"] if dry else ["--device", "cuda"]
@@ -68,10 +70,12 @@ def plan(folder: Path, dry: bool) -> Iterator[Step]:
     for backend in backends:
         of = ["formats", "small", *where, "--backend", backend]
         yield Step(f"formats-{backend}", 60, [*kernels, *of])
+    yield Step("ways", 45, [*muon, "ways", *where])
+    others = lambda name: ["-m", f"benchmarks.{name}", "--json", str(folder / f"{name}.jsonl")]
+    yield Step("ema", 30, [*others("ema"), *where])
     size = ["--width", "32", "--blocks", "1"] if dry else ["--width", "768", "--tokens", "50257"]
     yield Step("muon", 45, [*muon, "step", *where, *size])
     yield Step("host", 30, [*kernels, "host", "buckets", *where])
-    yield Step("ways", 45, [*muon, "ways", *where])
     workers = str(max(2, min(12, (os.cpu_count() or 2) - 2)))
     folders = [f"tests/{name}" for name in TESTS if (ROOT / "tests" / name).exists()]
     spread = ["--collect-only"] if dry else ["-n", workers, "--dist", "loadgroup"]
@@ -90,6 +94,8 @@ def plan(folder: Path, dry: bool) -> Iterator[Step]:
         yield Step("operations", 90, [*kernels, "clip", "replicas", "average", *where])
         yield Step("products", 20, [*muon, "products", *where])
         yield Step("tests-alone", 60, [*PYTEST, "-m", "gpu and alone", *folders])
+    yield Step("training", 60, [*kernels, "training", *where])
+    yield Step("peers", 60, [*others("eight_bit"), *where])
     job = ["-m", "examples.bytes", "--compare", "--coresident", "4", "--overwrite", "--out",
            str(ROOT / "build" / "gpu-job"), *where[-2:]]  # fmt: skip
     yield Step("job", 60, [*job, "--steps", "20" if dry else "400"])

@@ -1,6 +1,6 @@
 """What kernels cost beside torch's way and beside a copy: a JSON line for each figure, as it comes.
 
-    python -m benchmarks.kernels [formats small clip replicas average host buckets]
+    python -m benchmarks.kernels [formats small clip replicas average host buckets training]
         [--device cpu|cuda] [--backend auto] [--quick] [--threads N] [--json FILE]
 
 formats    a step of AdamW in each number format
@@ -10,6 +10,8 @@ replicas   K replicas that share gradient and moments, beside K steps of torch's
 average    the weighted mean of 8 co-resident sets, and a copy into a bucket
 host       the host's part of a step on 300 tensors of one element
 buckets    an average without a wire: a group of one
+training   a training step of a compiled model, beside torch's fused and compiled foreach AdamW; on
+           CUDA also captured whole in a graph
 
 A line compares hdet with torch and both with a copy of one large tensor, in turn in one run:
 
@@ -25,6 +27,7 @@ A line compares hdet with torch and both with a copy of one large tensor, in tur
     scale                 "1/n" where the first dimension of every large tensor was divided by n to
                           fit the memory
 
+With one thread on a CPU times are that thread's own, so that others may be busy on the machine.
 On CUDA events are around at least 20 ms of calls, so that no launch and no synchronisation is part
 of a figure. --quick: fewer rounds and less memory; on a CPU small tensors, to try the program.
 """
@@ -132,11 +135,17 @@ class Machine:
     def repeats(self) -> int:
         return (5 if self.quick else 7) if self.is_gpu else 3 if self.quick else 21
 
+    @property
+    def clock(self) -> Callable[[], float]:
+        """One thread of a CPU counts its own time: others may be busy beside it."""
+        alone = not self.is_gpu and torch.get_num_threads() == 1
+        return time.thread_time if alone else time.perf_counter
+
     def seconds(self, candidates: dict[str, Call], calls: int = 1) -> dict[str, list[float]]:
         """Of a call of each, all in turn."""
         if self.is_gpu:
             return alternate_on_cuda(candidates, self.repeats)
-        return alternate(candidates, self.repeats, calls=calls)
+        return alternate(candidates, self.repeats, calls=calls, clock=self.clock)
 
     def shapes(
         self, bytes_per_parameter: float, names: Sequence[str] = tuple(SHAPES)
@@ -374,8 +383,9 @@ def step(machine: Machine, name: str, shapes: Shapes, notes: dict[str, Any], of:
 
 
 def formats(machine: Machine) -> None:
-    """float32 on all lists, the others on GPT-2."""
-    for of in FORMATS:
+    """float32 on all lists, the others on GPT-2; first what has changed since it was measured."""
+    changed = {operation.removeprefix("adamw, ") for operation, _ in PREDICTED}
+    for of in sorted(FORMATS, key=lambda of: of not in changed):
         names = list(SHAPES) if of == "float32" and not machine.is_gpu else [GPT2]
         for name, shapes, notes in machine.shapes(40, names):
             step(machine, name, shapes, notes, of)
@@ -535,13 +545,13 @@ def host(machine: Machine, tensors: int = 300) -> None:
                 optimizer.param_groups[0]["lr"] = 1e-4 * (1 + 1e-3 * turn)
             if case == "one None" and turn % 2:
                 params[tensors // 2].grad = None
-            start = time.perf_counter()
+            start = machine.clock()
             optimizer.step()
             if turn >= 0:
-                times[case, side].append(1e6 * (time.perf_counter() - start))
+                times[case, side].append(1e6 * (machine.clock() - start))
             if machine.is_gpu:
                 torch.cuda.synchronize()
-    medians = {key: float(np.median(values)) for key, values in times.items()}
+    medians, least = ({key: how(x) for key, x in times.items()} for how in (np.median, np.min))
     for case, meaning in HOST.items():
         us = {side: medians[case, side] for side in ("hdet", "calls", "torch")}
         machine.say(
@@ -553,12 +563,59 @@ def host(machine: Machine, tensors: int = 300) -> None:
             torch_us=round(us["torch"], 1),
             ratio=round(us["hdet"] / us["torch"], 3),
             of_steady=round(us["hdet"] / medians["steady", "hdet"], 2),
+            least_us={side: round(float(least[case, side]), 1) for side in us},
+        )
+
+
+# -- a training step -------------------------------------------------------------------------------
+
+
+def training(machine: Machine) -> None:
+    """A compiled model, and an optimizer; on CUDA also captured whole."""
+    width, blocks = (32, 1) if machine.quick else (768, 6)
+    compiled = functools.partial(torch.compile, backend="eager" if machine.quick else "inductor")
+    batch, calls = machine.randn([(32, width)])[0], dict[str, Call]()
+    for name in ("hdet", "torch", "foreach, compiled"):
+        sizes = [(width, 4 * width), (4 * width, width)] * blocks
+        layers = [part for size in sizes for part in (torch.nn.Linear(*size), torch.nn.GELU())]
+        model = torch.nn.Sequential(*layers).to(machine.device)
+        forward, params = compiled(model), list(model.parameters())
+        made: Any = {
+            "hdet": lambda of: FusedAdamW(of, zero_gradients=True, backend=machine.backend),
+            "torch": lambda of: torch.optim.AdamW(of, fused=True),
+            "foreach, compiled": lambda of: torch.optim.AdamW(
+                of, foreach=True, capturable=machine.is_gpu
+            ),
+        }[name](params)
+        follow = compiled(made.step) if name.endswith("compiled") else made.step
+
+        def train(
+            forward: Any = forward, follow: Call = follow, made: Any = made, name: str = name
+        ) -> None:
+            forward(batch).square().mean().backward()
+            follow()
+            if name != "hdet":
+                made.zero_grad()
+
+        train()
+        calls[name] = train
+    if machine.is_gpu:
+        calls |= {f"{name}, captured": graph_of(call).replay for name, call in calls.items()}
+    seconds = machine.seconds(calls)
+    for name, times in seconds.items():
+        ratios = np.divide(times, seconds["hdet"])
+        machine.say(
+            operation="a training step of a compiled model",
+            shapes=f"{blocks} blocks of {width}",
+            optimizer=name,
+            ms=round(1e3 * float(np.median(times)), 3),
+            of_hdet=round(float(np.median(ratios)), 3),
         )
 
 
 SECTIONS: dict[str, Callable[[Machine], None]] = {
     "formats": formats, "small": small, "host": host, "buckets": buckets, "clip": clip,
-    "replicas": replicas, "average": average,
+    "replicas": replicas, "average": average, "training": training,
 }  # fmt: skip
 """The most telling first."""
 

@@ -144,13 +144,19 @@ class NotedObjects {
     return true;
   }
 
-  // Those that come next, meanwhile.
+  // Those that come next, meanwhile: objects, what these are of, and storages, behind the first
+  // words of that.
   void fetch(const Object* next, const Object* end) const {
     constexpr int kAhead = 8;
-    if (end - next > 2 * kAhead) __builtin_prefetch(torch_.of(next[2 * kAhead].object));
-    if (end - next <= kAhead || next[kAhead].kind != Kind::tensor) return;
-    const auto* const tensor = reinterpret_cast<const char*>(*torch_.of(next[kAhead].object));
-    for (int line = 0; line < 3; ++line) __builtin_prefetch(tensor + 64 * line);
+    if (end - next <= 2 * kAhead) return;
+    __builtin_prefetch(torch_.of(next[2 * kAhead].object));
+    if (next[kAhead].kind == Kind::tensor) {
+      const auto* const tensor = reinterpret_cast<const char*>(*torch_.of(next[kAhead].object));
+      for (int line = 0; line < 3; ++line) __builtin_prefetch(tensor + 64 * line);
+    }
+    const Object& soon = next[kAhead / 2];
+    if (soon.kind != Kind::tensor) return;
+    __builtin_prefetch(*reinterpret_cast<const char* const*>(*torch_.of(soon.object) + 16));
   }
 
   // Shows numbers until `look` says no, or torch that it has no address.

@@ -37,13 +37,9 @@ struct Codes {
 
   template <bool kSigned, int kWidth>
   HDET_DEVICE void store(const Place& at, float scale, const float (&x)[kWidth]) const {
-    uint32_t words[2] = {};
     const Shares shares = shares_of(scale);
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i)
-      words[i / 4] |= encode<kSigned>(*book, share_of(shares, x[i])) << 8 * (i % 4);
-    if constexpr (kWidth == 1) write(codes, at.first, static_cast<uint8_t>(words[0]));
-    else write_bytes(codes, at, words);
+    store_bytes<kWidth>(codes, at,
+                        [&](int i) { return encode<kSigned>(*book, share_of(shares, x[i])); });
   }
 };
 
@@ -269,7 +265,8 @@ constexpr int coded_blocks_per_multiprocessor() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   if (kMany && Rule::kMoments > 2) return 3;
 #endif
-  if (kMany || kKnown == Known::none) return 4;
+  if (kKnown == Known::none) return 3;
+  if (kMany) return 4;
   if (Rule::kMoments > 2) return 4;
   if (Rule::kCoupled) return kKnown == Known::floats ? 5 : 4;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900

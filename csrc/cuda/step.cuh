@@ -419,20 +419,23 @@ struct Update {
   template <int kWidth>
   HDET_DEVICE void keep(const Replica& r, int k, const Place& at, float (&p)[kWidth],
                         uint32_t (&bits)[kWidth]) const {
+    const auto master = formats.master;
     if (kMayDraw && rounds_stochastically()) {
       const int number = plan.first_replica + k;
       const bool drawn = !kMany && number == 0 &&
                          draws_any();  // one draw serves the second moment and the parameter
       if (!drawn) random(static_cast<uint32_t>(number), at, bits);
-      if (formats.master == Master::none)
-        return store_halves<kWidth>(r.param, at,
-                                    [&](int i) { return to_bf16(p[i], bits[i] & 0xffffu); });
+      if (master == Master::split24) {
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) p[i] = to_24(p[i], bits[i] & 0xffu);
+        for (int i = 0; i < kWidth; ++i) p[i] = to_24(p[i], bits[i] & 0xffu);
+        param(r).store(at, p);
+      } else {
+        store_halves<kWidth>(r.param, at, [&](int i) { return to_bf16(p[i], bits[i] & 0xffffu); });
+      }
     } else {
       param(r).round(p);
+      param(r).store(at, p);
     }
-    param(r).store(at, p);
   }
 };
 

@@ -34,7 +34,7 @@ def gradients(params: list[Tensor]) -> Gradients:
 
 
 def absent(gradients: Gradients) -> list[int]:
-    """the places of None"""
+    """The places of None."""
     if isinstance(gradients, list):
         return [i for i, item in enumerate(gradients) if item is None]
     held: Any = gradients
@@ -62,16 +62,16 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
 
 
-def _objects(nested: Any) -> Iterator[Any]:
+def objects_in(nested: Any) -> Iterator[Any]:
     if isinstance(nested, list):
         for item in nested:
-            yield from _objects(item)
+            yield from objects_in(item)
         return
     yield nested
     if isinstance(nested, dict):
         for key, value in nested.items():
             yield key
-            yield from _objects(value)
+            yield from objects_in(value)
 
 
 class NotedObjects:
@@ -79,7 +79,7 @@ class NotedObjects:
     tensors lay, with their types, shapes and strides."""
 
     def __init__(self, nested: list[Any]) -> None:
-        self._objects = list(_objects(nested))
+        self._objects = list(objects_in(nested))
         tensors = {id(x): x for x in self._objects if _has_memory(x)}
         self._tensors = list(tensors.values())
         # a key is a parameter as well: once is enough
@@ -94,7 +94,7 @@ class NotedObjects:
         """Are they as they were?"""
         if self._native is not None:
             return self._native.same(nested)
-        objects = list(_objects(nested))
+        objects = list(objects_in(nested))
         return same(objects, self._objects) and _described(self._tensors) == self._memory
 
 

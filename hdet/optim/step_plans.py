@@ -165,7 +165,6 @@ class Planned:
         self._orders = {i: m.order for i, m in members.items() if m.order is not None}
         laid = [strides.laid(shards.local(p), self._orders.get(i)) for i, p in enumerate(params)]
         self.check = lists.GradientCheck(laid)
-        self._relied_on = [t for i in members for t in (params[i], *_tensors_in(states[i]))]
 
         watched = set(map(id, with_shards(self.watch.params)))
         self._writes = [
@@ -179,7 +178,7 @@ class Planned:
 
     def _objects(self, container: dict[Tensor, dict[str, Any]], params: list[Tensor]) -> list[Any]:
         """What plans rely on. Shards may move and be replaced."""
-        return [params, container, shards.locals_of(self._relied_on) if self.sharded else []]
+        return [params, container, shards.locals_of(self._shards)]
 
     def _choose(self, absent: list[int]) -> None:
         """The next steps find no gradient at these places."""
@@ -291,6 +290,8 @@ class Planned:
         """The first step has been done: what was made for it goes into the optimizer's state."""
         add_entries(self.container, self.entries)
         self.entries = {}
+        found = lists.objects_in([self.params, self.container]) if self.sharded else ()
+        self._shards = [tensor for tensor in found if shards.is_sharded(tensor)]
         self._noted = lists.NotedObjects(self._objects(self.container, self.params))
 
     def norms(self) -> Norms | None:
@@ -322,11 +323,6 @@ class Planned:
         self.hypers = hypers if plain else []
         self.multipliers, self.settings = [list(row) for row in multipliers], made
         return made
-
-
-def _tensors_in(state: Mapping[str, Any]) -> list[Tensor]:
-    values = chain(*(v if isinstance(v, list) else [v] for v in state.values()))
-    return [v for v in values if isinstance(v, Tensor) and v.layout == torch.strided]
 
 
 def with_entries(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:

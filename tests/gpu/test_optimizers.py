@@ -223,6 +223,42 @@ def test_a_captured_step_reads_the_rate_on_the_device(backend: str) -> None:
         assert torch.equal(ours[0], before) == (lr == 0), "a rate that was captured as a number"
 
 
+def test_a_training_step_of_a_compiled_model_is_captured_whole(backend: str) -> None:
+    def made() -> tuple[Any, torch.Tensor, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+        forward = torch.compile(model.cuda(), backend="aot_eager")
+        optimizer = FusedAdamW(model.parameters(), lr=1e-2, zero_gradients=True, backend=backend)
+        batch = torch.ones(4, 8, device="cuda")
+
+        def train() -> None:
+            forward(batch).square().mean().backward()
+            optimizer.step()
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                train()
+        torch.cuda.current_stream().wait_stream(side)
+        return optimizer, batch, train
+
+    (a, ours, train), (b, theirs, same) = made(), made()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        train()
+    for turn in range(4):
+        for optimizer, batch in ((a, ours), (b, theirs)):
+            batch.fill_(turn)
+            optimizer.param_groups[0]["lr"] = 0.1 / (turn + 1)
+        a.write_hyperparameters()
+        graph.replay()
+        same()
+    for x, y in zip(a.param_groups[0]["params"], b.param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+        assert a.state[x]["step"].item() == b.state[y]["step"].item() == 7
+
+
 def test_a_graph_outlives_the_plan_it_captured(backend: str) -> None:
     """The plan is replaced, its tables' memory is given to others: the graph still updates the
     tensors that it captured."""

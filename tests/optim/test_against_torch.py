@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.nn import Parameter
 from torch.optim import Optimizer, lr_scheduler
 
@@ -202,6 +203,40 @@ def test_a_compiled_model(whole_step: bool) -> None:
 
     try:
         assert_close(train(FusedAdamW, True), train(torch.optim.AdamW, False))
+    finally:
+        torch._dynamo.reset()
+
+
+def test_compiled_code_breaks_once_for_a_step_and_is_not_compiled_again() -> None:
+    param, counter = Parameter(torch.ones(3)), CompileCounter()
+    optimizer = FusedAdamW([param], lr=0.1)
+
+    @torch.compile(backend=counter)
+    def train(x: Tensor) -> Tensor:
+        y = x.sin()
+        optimizer.step()
+        return y.cos()
+
+    try:
+        for turn in range(4):
+            param.grad, optimizer.param_groups[0]["lr"] = torch.ones(3), 0.1 / (turn + 1)
+            train(torch.ones(3))
+        assert counter.frame_count == counter.op_count == 2 and param.max() < 0.8
+    finally:
+        torch._dynamo.reset()
+
+
+def test_gradients_of_a_compiled_model_stay_where_they_lie() -> None:
+    """As a CUDA graph of a whole training step needs it."""
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    optimizer = FusedAdamW(model.parameters(), lr=1e-2, zero_gradients=True)
+    forward, places = torch.compile(model, backend="aot_eager"), set()
+    try:
+        for _ in range(4):
+            forward(torch.ones(4, 5)).square().mean().backward()
+            optimizer.step()
+            places.add(tuple(p.grad.data_ptr() for p in model.parameters()))  # type: ignore[union-attr]
+        assert len(places) == 1
     finally:
         torch._dynamo.reset()
 
