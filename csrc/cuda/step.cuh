@@ -111,8 +111,7 @@ template <class Rule, bool kMany, Known kKnown, bool kEmas = kKnown == Known::no
 struct Update {
   static constexpr bool kIsKnown = kKnown != Known::none;
   static constexpr bool kMayDraw = !kIsKnown || formats_of(kKnown).stochastic;
-  static constexpr bool kIsLarge = kKnown == Known::none && Rule::kMoments > 2;
-  static constexpr int kBatch = !kMany || kIsLarge ? 1 : kKnown == Known::floats ? 4 : 2;
+  static constexpr int kBatch = !kMany || kIsAny<Rule> ? 1 : kKnown == Known::floats ? 4 : 2;
 
   template <int kWidth>
   struct RawTurn {
@@ -372,14 +371,13 @@ struct Update {
     float p[kWidth];
     param(r).unpack(raw, p);
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i)
-      p[i] = gives_parameter() ? u[i] : take_step(r.row, p[i], u[i]);
+    for (int i = 0; i < kWidth; ++i) p[i] = gives_parameter() ? u[i] : take_step(r.row, p[i], u[i]);
     keep(r, k, at, p, bits);
     if constexpr (kEmas && !kMany) {
       if (plan.emas == nullptr) return;
       const auto type = formats.param;
       const auto master = formats.master;
-      if constexpr (kIsLarge) {  // read again, as there are no registers for more
+      if constexpr (kIsAny<Rule>) {  // read again, as there are no registers for more
         Raw<kWidth> now;
         param(r).load(at, now);
         param(r).unpack(now, p);
@@ -453,7 +451,7 @@ constexpr int blocks_per_multiprocessor() {
 #endif
   // 768 threads have 96 KiB in flight. With more blocks than these ptxas spills.
   if (kIsAny<Rule>) return 3;
-  if (kKnown == Known::none || kMany) return 4;
+  if (kMany) return 4;
   if (kEmas) return Rule::kMoments > 2 || (kBlackwell && kKnown == Known::split) ? 4 : 5;
   if (Rule::kMoments > 2) return kKnown == Known::halves ? 5 : 4;
   if (kKnown != Known::floats || kBlackwell) return 5;
