@@ -155,7 +155,7 @@ test-installs:
 # there first. The tests see no PATH: no compiler, no nvcc. A Python that is not there is named, as
 # in test-matrix.
 WHEEL_PYTHONS ?= python3.10 python3.11 python3.12 python3.13
-WHEEL_ARCHS := 75-real;80-real;86-real;89-real;90-real;100
+WHEEL_ARCHS := 75-real;80-real;86-real;89-real;90-real;100-real;120
 WHEELS := build/wheels
 wheels:
 	@unset PYTHONPATH; rm -rf $(WHEELS) && mkdir -p $(WHEELS); bad=0; \

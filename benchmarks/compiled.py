@@ -22,7 +22,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,22 +83,10 @@ class Used:
 
 
 def resources(arch: str) -> dict[str, Used]:
-    """By the names of all kernels that hdet has been built with for this compute capability; of
-    PTX alone ("75-virtual"), as a driver would compile it."""
-    number, _, kind = arch.partition("-")
-    if kind == "virtual":
-        with _extracted("ptx", number) as files:
-            told = "".join(map(partial(_compiled_usage, number), files))
-    else:
-        told = _run("cuobjdump", "-res-usage", "-arch", f"sm_{number}", _C.__file__)
+    """By the names of all kernels that hdet has been built with for this compute capability."""
+    told = _run("cuobjdump", "-res-usage", "-arch", f"sm_{arch.split('-')[0]}", _C.__file__)
     found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) \S+ LOCAL:(\d+)", told)
     return {name: Used(*map(int, numbers)) for name, *numbers in found}
-
-
-def _compiled_usage(number: str, ptx: Path) -> str:
-    cubin = str(ptx.with_suffix(".cubin"))
-    _run("ptxas", f"-arch=sm_{number}", "-o", cubin, str(ptx))
-    return _run("cuobjdump", "-res-usage", cubin)
 
 
 def instructions(arch: str, kernel: str) -> str:
@@ -146,16 +133,20 @@ def loop_length(code: Sequence[str]) -> int:
 
 def lines(arch: str) -> Iterator[dict[str, Any]]:
     used_by, code = resources(arch), instructions(arch, "step_kernel")
-    own = {name.lower() for name in re.findall(r"\d([A-Z][a-z_]+)RuleELb0ELNS_\d+KnownE0", code)}
+    own = {name.lower() for name in re.findall(r"\d([A-Z][A-Za-z_]+)RuleELb0ELNS_\d+KnownE0", code)}
     for part in re.split(r"\n\s*\.section\s+\.text\.", code)[1:]:
         name = part.split(",", 1)[0].strip()
-        found = re.search(r"\d([A-Z][a-z_]+)RuleELb0ELNS_\d+KnownE(?=0ELb1|[1-9]ELb0)(\d)E", name)
+        found = re.search(r"\d([A-Z]\w+)RuleELb0ELNS_\d+KnownE(?=0ELb1|[1-9]ELb0)(\d)E", name)
         if found is None:
             continue
         kernel, known = found[1].lower(), int(found[2])
         used, length = used_by[name].registers, loop_length(part.splitlines())
-        # AnyRule stands for the rules that have none of their own
-        for rule in [kernel] if kernel in RULES else set(RULES) - own:
+        # AnyRule and AnyLargeRule stand for the rules that have none of their own
+        is_large = kernel == "anylarge"
+        others = [
+            one for one in RULES if one not in own and (len(RULES[one].moments) > 2) == is_large
+        ]
+        for rule in [kernel] if kernel in RULES else others:
             by_memory = BYTES[rule][known] * GPT2 / BANDWIDTH
             by_issue = length / ELEMENTS * GPT2 / ISSUED
             yield {

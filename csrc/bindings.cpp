@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <type_traits>
@@ -28,29 +29,40 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-// A plan as Python sees it: fields named as in plan.h; pointers and enumerations are integers.
-template <class Plan>
+// By its place, so that properties are compiled once for a plan, not for each type.
 struct PlanField {
   const char* name;
-  py::cpp_function get, set;
+  size_t place, size;
+  bool is_float;
 
-  template <class Field>
-  PlanField(const char* name, Field Plan::* member) : name(name) {
-    using Number = std::conditional_t<std::is_pointer_v<Field>, Address,
-                                      std::conditional_t<std::is_enum_v<Field>, int, Field>>;
-    get = [member](const Plan& plan) { return (Number)(plan.*member); };
-    set = [member](Plan& plan, Number value) { plan.*member = (Field)value; };
+  template <class T>
+  T& of(void* plan) const {
+    return *reinterpret_cast<T*>(static_cast<char*>(plan) + place);
   }
 };
 
+// A plan as Python sees it: fields named as in plan.h; pointers and enumerations are integers.
 template <class Plan>
-void define_plan(py::module_& m, const char* name, std::initializer_list<PlanField<Plan>> fields) {
+void define_plan(py::module_& m, const char* name, std::initializer_list<PlanField> fields) {
   py::class_<Plan> plan(m, name);
   plan.def(py::init([] { return Plan{}; }));
-  for (const PlanField<Plan>& field : fields) plan.def_property(field.name, field.get, field.set);
+  for (const PlanField& field : fields) {
+    const auto get = [field](Plan& self) -> py::object {
+      if (field.is_float) return py::float_(field.of<float>(&self));
+      if (field.size == 8) return py::int_(field.of<Address>(&self));
+      return py::int_(field.of<int32_t>(&self));
+    };
+    const auto set = [field](Plan& self, const py::object& value) {
+      if (field.is_float) field.of<float>(&self) = value.cast<float>();
+      else if (field.size == 8) field.of<Address>(&self) = value.cast<Address>();
+      else field.of<int32_t>(&self) = value.cast<int32_t>();
+    };
+    plan.def_property(field.name, get, set);
+  }
 }
 
-#define HDET_FIELD(name) {#name, &Plan::name}
+#define HDET_FIELD(name) \
+  {#name, offsetof(Plan, name), sizeof(Plan::name), std::is_same_v<decltype(Plan::name), float>}
 
 void define_plans(py::module_& m) {
   {

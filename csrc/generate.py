@@ -82,7 +82,7 @@ class Language:
 
     def scalars(self, rule: Rule) -> tuple[dict[str, str], list[str]]:
         """What is long, by its name; and what elements meet."""
-        lines = {}
+        lines: dict[str, str] = {}
         for i, one in enumerate(rule.trace.sums):
             self.named[Scalar("sum", (one,))] = f"whole.sums[{i}]"
         for node in (part for s in rule.trace.scalars for part in parts(s)):
@@ -152,7 +152,6 @@ class Cpp(Language):
             "kCoupled": rule.coupled,
             "kMayLackMoments": rule.kept_if is not None,
             "kGivesParameter": rule.gives_parameter,
-            "kExact": bool(rule.exact),
             "kGeneric": rule.generic,
         }
         signed = sum(one << j for j, one in enumerate(rule.signed))

@@ -67,6 +67,9 @@ class StepPlan:
     found_inf: int
     carried: int
     num_carried: int
+    sums: int
+    num_sums: int
+    spans: int
 
 class AveragePlan:
     chunks: int

@@ -183,9 +183,7 @@ def adopt_scalars(h, step, rate, whole, s, live):
 def adopt(row, g, p, m, v):
     s = row.s
     t0 = tl.where(
-        s[0] != 0,
-        m,
-        lerp(m, clip(tl.div_rn(g, clip(tl.sqrt_rn(v), s[1], s[2])), s[3], s[4]), s[5], s[6]),
+        s[0] != 0, m, lerp(m, clip(tl.div_rn(g, clip(tl.sqrt_rn(v), s[1], s[2])), s[3], s[4]), s[5], s[6])
     )
     return t0, t0, (v * s[7]) + ((g * s[8]) * g)
 

@@ -180,9 +180,17 @@ ENTRIES: dict[str, Build] = {
     "autolr-schedule-free": auto_schedule_free,
     "autolr-ema": partial(averaged, True),
     "best-guess-ema": best_guess,
+    # at their authors' default rates
+    "adopt": partial(annealed, of_groups(hdet.FusedADOPT, 1e-3)),
+    "cautious": partial(annealed, of_groups(hdet.FusedCautiousAdamW, DEFAULT)),
+    "lion": partial(annealed, of_groups(hdet.FusedLion, 1e-4)),
+    "cautious-lion": partial(annealed, of_groups(hdet.FusedCautiousLion, 1e-4)),
+    "mars": partial(annealed, of_groups(hdet.FusedMARS, 3e-3)),
+    "adan": partial(annealed, of_groups(hdet.FusedAdan, 1e-3)),
 }
+RULES = ("adopt", "cautious", "lion", "cautious-lion", "mars", "adan")
 WITHOUT_START = ("lr-find", "prodigy")
-AT_DEFAULT = ("nadamw", "greedy", "autolr-nadamw", "autolr-muon")
+AT_DEFAULT = ("nadamw", "greedy", "autolr-nadamw", "autolr-muon", *RULES)
 """Not run from far away, for the time that they take."""
 
 

@@ -41,7 +41,7 @@ struct Whole {
 struct AdamwRule {
   static constexpr int kMoments = 2, kSums = 0;
   static constexpr bool kSquares = true, kCoupled = false, kMayLackMoments = false,
-      kGivesParameter = false, kExact = false, kGeneric = false;
+      kGivesParameter = false, kGeneric = false;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
@@ -75,7 +75,7 @@ struct AdamwRule {
 struct AdamRule {
   static constexpr int kMoments = 2, kSums = 0;
   static constexpr bool kSquares = true, kCoupled = true, kMayLackMoments = false,
-      kGivesParameter = false, kExact = false, kGeneric = false;
+      kGivesParameter = false, kGeneric = false;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
@@ -111,7 +111,7 @@ struct AdamRule {
 struct AdanRule {  // no kernels of its own
   static constexpr int kMoments = 4, kSums = 0;
   static constexpr bool kSquares = true, kCoupled = false, kMayLackMoments = false,
-      kGivesParameter = false, kExact = false, kGeneric = true;
+      kGivesParameter = false, kGeneric = true;
   HDET_HD constexpr bool is_signed(int moment) { return (11 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
@@ -158,7 +158,7 @@ struct AdanRule {  // no kernels of its own
 struct AdemamixRule {
   static constexpr int kMoments = 3, kSums = 0;
   static constexpr bool kSquares = true, kCoupled = false, kMayLackMoments = false,
-      kGivesParameter = false, kExact = true, kGeneric = false;
+      kGivesParameter = false, kGeneric = false;
   HDET_HD constexpr bool is_signed(int moment) { return (3 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (2 >> moment & 1) != 0; }
 
@@ -201,7 +201,7 @@ struct AdemamixRule {
 struct AdoptRule {  // no kernels of its own
   static constexpr int kMoments = 2, kSums = 0;
   static constexpr bool kSquares = true, kCoupled = false, kMayLackMoments = false,
-      kGivesParameter = false, kExact = false, kGeneric = true;
+      kGivesParameter = false, kGeneric = true;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
@@ -238,7 +238,7 @@ struct AdoptRule {  // no kernels of its own
 struct Cautious_adamwRule {  // no kernels of its own
   static constexpr int kMoments = 2, kSums = 1;
   static constexpr bool kSquares = true, kCoupled = false, kMayLackMoments = false,
-      kGivesParameter = false, kExact = false, kGeneric = true;
+      kGivesParameter = false, kGeneric = true;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
@@ -284,7 +284,7 @@ struct Cautious_adamwRule {  // no kernels of its own
 struct LionRule {
   static constexpr int kMoments = 1, kSums = 0;
   static constexpr bool kSquares = false, kCoupled = false, kMayLackMoments = false,
-      kGivesParameter = false, kExact = false, kGeneric = false;
+      kGivesParameter = false, kGeneric = false;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
@@ -313,7 +313,7 @@ struct LionRule {
 struct Cautious_lionRule {  // no kernels of its own
   static constexpr int kMoments = 1, kSums = 1;
   static constexpr bool kSquares = false, kCoupled = false, kMayLackMoments = false,
-      kGivesParameter = false, kExact = false, kGeneric = true;
+      kGivesParameter = false, kGeneric = true;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
@@ -356,7 +356,7 @@ struct Cautious_lionRule {  // no kernels of its own
 struct MarsRule {  // no kernels of its own
   static constexpr int kMoments = 3, kSums = 1;
   static constexpr bool kSquares = true, kCoupled = false, kMayLackMoments = false,
-      kGivesParameter = false, kExact = false, kGeneric = true;
+      kGivesParameter = false, kGeneric = true;
   HDET_HD constexpr bool is_signed(int moment) { return (5 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
@@ -404,7 +404,7 @@ struct MarsRule {  // no kernels of its own
 struct MuonRule {
   static constexpr int kMoments = 1, kSums = 0;
   static constexpr bool kSquares = false, kCoupled = false, kMayLackMoments = true,
-      kGivesParameter = false, kExact = false, kGeneric = false;
+      kGivesParameter = false, kGeneric = false;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
@@ -433,7 +433,7 @@ struct MuonRule {
 struct NadamwRule {
   static constexpr int kMoments = 2, kSums = 0;
   static constexpr bool kSquares = true, kCoupled = false, kMayLackMoments = false,
-      kGivesParameter = false, kExact = false, kGeneric = false;
+      kGivesParameter = false, kGeneric = false;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 
@@ -467,7 +467,7 @@ struct NadamwRule {
 struct Schedule_free_adamwRule {
   static constexpr int kMoments = 2, kSums = 0;
   static constexpr bool kSquares = true, kCoupled = true, kMayLackMoments = false,
-      kGivesParameter = true, kExact = true, kGeneric = false;
+      kGivesParameter = true, kGeneric = false;
   HDET_HD constexpr bool is_signed(int moment) { return (2 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (2 >> moment & 1) != 0; }
 
@@ -505,7 +505,7 @@ struct Schedule_free_adamwRule {
 struct SgdRule {
   static constexpr int kMoments = 1, kSums = 0;
   static constexpr bool kSquares = false, kCoupled = true, kMayLackMoments = true,
-      kGivesParameter = false, kExact = false, kGeneric = false;
+      kGivesParameter = false, kGeneric = false;
   HDET_HD constexpr bool is_signed(int moment) { return (1 >> moment & 1) != 0; }
   HDET_HD constexpr bool is_exact(int moment) { return (0 >> moment & 1) != 0; }
 

@@ -35,7 +35,6 @@ namespace hdet::cpu {
   void sums_##isa(const StepPlan&, int64_t, int64_t);
 HDET_DECLARE(baseline)
 #ifdef HDET_X86_64
-HDET_DECLARE(x86_64_v2)
 HDET_DECLARE(x86_64_v3)
 HDET_DECLARE(x86_64_v4)
 #endif
@@ -63,7 +62,6 @@ const std::vector<Variant>& supported() {
     __builtin_cpu_init();
     if (__builtin_cpu_supports("x86-64-v4")) found.push_back({"x86-64-v4", HDET_LOOPS(x86_64_v4)});
     if (__builtin_cpu_supports("x86-64-v3")) found.push_back({"x86-64-v3", HDET_LOOPS(x86_64_v3)});
-    if (__builtin_cpu_supports("x86-64-v2")) found.push_back({"x86-64-v2", HDET_LOOPS(x86_64_v2)});
 #endif
     found.push_back({"baseline", HDET_LOOPS(baseline)});
     return found;

@@ -37,13 +37,9 @@ struct Codes {
 
   template <bool kSigned, int kWidth>
   HDET_DEVICE void store(const Place& at, float scale, const float (&x)[kWidth]) const {
-    uint32_t words[2] = {};
     const Shares shares = shares_of(scale);
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i)
-      words[i / 4] |= encode<kSigned>(*book, share_of(shares, x[i])) << 8 * (i % 4);
-    if constexpr (kWidth == 1) write(codes, at.first, static_cast<uint8_t>(words[0]));
-    else write_bytes(codes, at, words);
+    store_bytes<kWidth>(codes, at,
+                        [&](int i) { return encode<kSigned>(*book, share_of(shares, x[i])); });
   }
 };
 
@@ -77,14 +73,8 @@ struct Coded : Update<Rule, kMany, kKnown> {
 
   HDET_DEVICE Coded(const StepPlan& p, const Chunk& c) : Base(p, c) {}
 
-  // Of a chunk that is coded. Fills shared memory.
+  // Of a chunk that is coded. `books`: where their tables will be.
   HDET_DEVICE void prepare(Codebook* books) {
-    phase([&](int thread) {
-      constexpr int kUnits = (Rule::kSquares ? 2 : 1) * sizeof(Codebook) / sizeof(uint4);
-      const auto from = reinterpret_cast<const uint4*>(plan.codebooks);
-      const auto to = reinterpret_cast<uint4*>(books);
-      for (int i = thread; i < kUnits; i += kStepThreads) to[i] = *global(from + i);
-    });
     vectors = Base::prepare_replicas(0, false) && Base::emas_are_in_step(0) &&
               in_step(gradient, formats.gradient, 0, false);
     each<Rule::kMoments>([&](auto j) {
@@ -99,7 +89,11 @@ struct Coded : Update<Rule, kMany, kKnown> {
     });
   }
 
-  HDET_DEVICE bool is_coded(int j) const { return !Rule::is_exact(j) && Base::keeps(j); }
+  HDET_DEVICE bool is_exact(int j) const {
+    if constexpr (kIsAny<Rule>) return formats.moment(j) == DType::f32;
+    else return Rule::is_exact(j);
+  }
+  HDET_DEVICE bool is_coded(int j) const { return !is_exact(j) && Base::keeps(j); }
   HDET_DEVICE static bool aligned(const Codes& moment) {
     return reinterpret_cast<std::uintptr_t>(moment.codes) % 4 == 0;
   }
@@ -110,7 +104,7 @@ struct Coded : Update<Rule, kMany, kKnown> {
     load(formats.gradient, gradient, at, loaded.gradient);
     each<Rule::kMoments>([&](auto j) {
       if (is_coded(j)) loaded.moments[j] = codes[j].load(at, Width<kWidth>{});
-      else if (Rule::is_exact(j)) load(Float(), Base::moments[j], at, loaded.exact[j]);
+      else if (is_exact(j)) load(Float(), Base::moments[j], at, loaded.exact[j]);
     });
     if (!kMany) Base::param(Base::replica(0)).load(at, loaded.param);
     each<Rule::kMoments>([&](auto j) {
@@ -128,7 +122,7 @@ struct Coded : Update<Rule, kMany, kKnown> {
     unpack(formats.gradient, loaded.gradient, g);
     each<Rule::kMoments>([&](auto j) {
       if (is_coded(j)) codes[j].decode(loaded.scales[j], loaded.moments[j], turn.moments[j]);
-      else if (Rule::is_exact(j)) unpack(Float(), loaded.exact[j], turn.moments[j]);
+      else if (is_exact(j)) unpack(Float(), loaded.exact[j], turn.moments[j]);
     });
     if (Rule::kCoupled && count() == 1) Base::param(Base::replica(0)).unpack(turn.params[0], p);
     Base::take_direction(g, p, turn.moments, turn.u);
@@ -140,7 +134,7 @@ struct Coded : Update<Rule, kMany, kKnown> {
                         Turn<kWidth>& turn) const {
     uint32_t bits[kWidth];
     each<Rule::kMoments>([&](auto j) {
-      if (Rule::is_exact(j)) store_floats(Base::moments[j], at, turn.moments[j]);
+      if (is_exact(j)) store_floats(Base::moments[j], at, turn.moments[j]);
       else if (!is_coded(j)) return;
       else if (Base::is_signed(j)) codes[j].template store<true>(at, scales[j], turn.moments[j]);
       else codes[j].template store<false>(at, scales[j], turn.moments[j]);
@@ -240,7 +234,8 @@ struct Coded : Update<Rule, kMany, kKnown> {
     });
   }
 
-  HDET_DEVICE void update_codes() const {
+  // Fills shared memory, while the first blocks are on their way.
+  HDET_DEVICE void update_codes(Codebook* books) const {
     if (Base::skipped()) {
       threads([&](int thread) {
         for (int i = thread; i < chunk.length; i += kStepThreads)
@@ -251,6 +246,12 @@ struct Coded : Update<Rule, kMany, kKnown> {
     Each<Loaded<kEight>> loaded;
     if (kAhead)
       threads([&](int thread) { load_block(thread / kWarp, thread % kWarp, loaded[thread]); });
+    phase([&](int thread) {
+      constexpr int kUnits = (Rule::kSquares ? 2 : 1) * sizeof(Codebook) / sizeof(uint4);
+      const auto from = reinterpret_cast<const uint4*>(plan.codebooks);
+      const auto to = reinterpret_cast<uint4*>(books);
+      for (int i = thread; i < kUnits; i += kStepThreads) to[i] = *global(from + i);
+    });
     for (int start = 0; start * kCodeBlock < chunk.length; start += kStepThreads / kWarp)
       blocks(start, loaded);
   }
@@ -264,7 +265,8 @@ constexpr int coded_blocks_per_multiprocessor() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   if (kMany && Rule::kMoments > 2) return 3;
 #endif
-  if (kMany || kKnown == Known::none) return 4;
+  if (kKnown == Known::none) return 3;
+  if (kMany) return 4;
   if (Rule::kMoments > 2) return 4;
   if (Rule::kCoupled) return kKnown == Known::floats ? 5 : 4;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -290,7 +292,7 @@ __global__ void __launch_bounds__(kStepThreads,
   const bool is_coded = unpack_formats(chunk.formats).moments[0] == DType::codes;
   if (!is_coded) return update_chunk<Rule, kMany, kKnown, kKnown == Known::none>(update);
   update.prepare(books);
-  update.update_codes();
+  update.update_codes(books);
 }
 
 }  // namespace hdet::cuda

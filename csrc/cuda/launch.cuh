@@ -24,7 +24,11 @@ inline void check(cudaError_t code, const char* call) {
 // (hdet/kernels/native/cuda.py). This module carries a CUDA runtime of its own, which has to be
 // told as well. It puts nothing back: to a thread that never chose a device that would be GPU 0,
 // and choosing it would make a context there.
-inline void use_device(int device) { check(cudaSetDevice(device), "cudaSetDevice"); }
+inline thread_local unsigned device_in_use = 0;
+inline void use_device(int device) {
+  check(cudaSetDevice(device), "cudaSetDevice");
+  device_in_use = static_cast<unsigned>(device);
+}
 
 struct Grid {
   int64_t blocks;
@@ -52,9 +56,7 @@ template <class... Parameters>
 bool waits(void (*kernel)(Parameters...)) {
   // of each device's code, which is the same for all kernels of a module
   static std::array<std::atomic<int>, 64> versions{};
-  int device = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  std::atomic<int>& version = versions[static_cast<unsigned>(device) % versions.size()];
+  std::atomic<int>& version = versions[device_in_use % versions.size()];
   if (version == 0) {
     cudaFuncAttributes attributes{};
     check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)),

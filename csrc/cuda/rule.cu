@@ -28,24 +28,18 @@ StepKernel any_kernel(const StepPlan& plan) {
 
 template <class Rule>
 StepKernel find_kernel(const StepPlan& plan) {
-  if constexpr (!kIsAny<Rule>) {
-    if (is_usual(plan)) {
-      switch (plan.known) {
-        case Known::floats: return usual_kernel<Rule, Known::floats>(plan);
-        case Known::masters: return usual_kernel<Rule, Known::masters>(plan);
-        case Known::split: return usual_kernel<Rule, Known::split>(plan);
-        case Known::halves: return step_kernel<Rule, false, Known::halves>;
-        case Known::none: break;
-      }
+  if constexpr (kIsAny<Rule>) {
+    return plan.num_replicas > 1 ? any_kernel<Rule, true>(plan) : any_kernel<Rule, false>(plan);
+  } else {
+    switch (plan.known) {
+      case Known::floats: return usual_kernel<Rule, Known::floats>(plan);
+      case Known::masters: return usual_kernel<Rule, Known::masters>(plan);
+      case Known::split: return usual_kernel<Rule, Known::split>(plan);
+      case Known::halves: return step_kernel<Rule, false, Known::halves>;
+      case Known::none: break;
     }
+    HDET_UNREACHABLE
   }
-  if constexpr (kIsAny<Rule> || Rule::kExact || Rule::kGivesParameter) {
-    if constexpr (kStepsMany<Rule>) {
-      if (plan.num_replicas > 1) return any_kernel<Rule, true>(plan);
-    }
-    return any_kernel<Rule, false>(plan);
-  }
-  HDET_UNREACHABLE
 }
 
 }  // namespace

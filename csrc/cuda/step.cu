@@ -10,15 +10,10 @@ namespace {
 StepKernel find_kernel(const StepPlan& plan) {
   return with_rule(plan.rule, [&](auto rule) {
     using Own = decltype(rule);
-    const bool is_any = Own::kGeneric || !is_usual(plan);
-    if constexpr (AnyRule::includes<Own>) {
-      if (is_any) return kernel_for<AnyRule>(plan);
+    if constexpr (!Own::kGeneric) {
+      if (is_usual(plan)) return kernel_for<Own>(plan);
     }
-    if constexpr (AnyLargeRule::includes<Own>) {
-      if (is_any) return kernel_for<AnyLargeRule>(plan);
-    }
-    if constexpr (Own::kGeneric) HDET_UNREACHABLE
-    else return kernel_for<Own>(plan);
+    return AnyRule::includes<Own> ? kernel_for<AnyRule>(plan) : kernel_for<AnyLargeRule>(plan);
   });
 }
 

@@ -93,26 +93,22 @@ struct Element {
   HDET_DEVICE float& operator[](int j) const { return x[j][i]; }
 };
 
-// Stands for all rules that need no more than this, of which StepPlan::rule says the one: of
-// kernels that are seldom asked for there is one for all of them.
+// Stands for all rules with so many moments, of which StepPlan::rule says the one: of kernels that
+// are seldom asked for there is one for all of them.
 template <int kFewest, int kMost>
 struct AnyOf {
   static constexpr int kMoments = kMost;
   static constexpr bool kSquares = true, kCoupled = true, kMayLackMoments = true,
-                        kGivesParameter = false, kExact = false;
-  HDET_HD constexpr bool is_exact(int /*moment*/) { return false; }
+                        kGivesParameter = false;
 
   template <class Rule>
-  static constexpr bool includes = kFewest <= Rule::kMoments && Rule::kMoments <= kMost &&
-                                   !Rule::kGivesParameter && !Rule::kExact;
+  static constexpr bool includes = kFewest <= Rule::kMoments && Rule::kMoments <= kMost;
 };
-using AnyRule = AnyOf<1, 2>;
-using AnyLargeRule = AnyOf<3, kMostMoments>;
+struct AnyRule : AnyOf<1, 2> {};
+struct AnyLargeRule : AnyOf<3, kMostMoments> {};
 
 template <class Rule>
-constexpr bool kIsAny = false;
-template <int kFewest, int kMost>
-constexpr bool kIsAny<AnyOf<kFewest, kMost>> = true;
+constexpr bool kIsAny = std::is_same_v<Rule, AnyRule> || std::is_same_v<Rule, AnyLargeRule>;
 
 // kMany: any number of replicas, in batches whose loads are issued together; else one. kKnown:
 // StepPlan::known. Unless it is none, formats are constants to the compiler. kEmas: there may be
@@ -164,6 +160,9 @@ struct Update {
   }
   HDET_DEVICE bool is_signed(int j) const {
     return with([j](auto rule) { return rule.is_signed(j); });
+  }
+  HDET_DEVICE bool gives_parameter() const {
+    return with([](auto rule) { return rule.kGivesParameter; });
   }
   HDET_DEVICE bool keeps(int j) const {
     return !Rule::kMayLackMoments || unpack_formats(chunk.formats).moments[j] != DType::none;
@@ -383,7 +382,7 @@ struct Update {
     param(r).unpack(raw, p);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i)
-      p[i] = Rule::kGivesParameter ? u[i] : take_step(r.row, p[i], u[i]);
+      p[i] = gives_parameter() ? u[i] : take_step(r.row, p[i], u[i]);
     keep(r, k, at, p, bits);
     if constexpr (kEmas && !kMany) {
       if (plan.emas == nullptr) return;
@@ -429,20 +428,23 @@ struct Update {
   template <int kWidth>
   HDET_DEVICE void keep(const Replica& r, int k, const Place& at, float (&p)[kWidth],
                         uint32_t (&bits)[kWidth]) const {
+    const auto master = formats.master;
     if (kMayDraw && rounds_stochastically()) {
       const int number = plan.first_replica + k;
       const bool drawn = !kMany && number == 0 &&
                          draws_any();  // one draw serves the second moment and the parameter
       if (!drawn) random(static_cast<uint32_t>(number), at, bits);
-      if (formats.master == Master::none)
-        return store_halves<kWidth>(r.param, at,
-                                    [&](int i) { return to_bf16(p[i], bits[i] & 0xffffu); });
+      if (master == Master::split24) {
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) p[i] = to_24(p[i], bits[i] & 0xffu);
+        for (int i = 0; i < kWidth; ++i) p[i] = to_24(p[i], bits[i] & 0xffu);
+        param(r).store(at, p);
+      } else {
+        store_halves<kWidth>(r.param, at, [&](int i) { return to_bf16(p[i], bits[i] & 0xffffu); });
+      }
     } else {
       param(r).round(p);
+      param(r).store(at, p);
     }
-    param(r).store(at, p);
   }
 };
 

@@ -139,33 +139,24 @@ HDET_DEVICE void load(Type type, const void* stream, const Place& at, Raw<1>& ra
   else raw.low = read<uint16_t>(stream, at.first);
 }
 
-HDET_DEVICE void load_lower(const void* stream, const Place& at, Raw<kEight>& raw) {
-  raw.high = read_halves(stream, at);
-}
-
-HDET_DEVICE void load_lower(const void* stream, const Place& at, Raw<1>& raw) {
-  raw.high = read<uint16_t>(stream, at.first);
-}
-
 // Streams of bytes: four in a word.
 HDET_DEVICE uint2 read_bytes(const void* stream, const Place& at) {
   const auto bytes = static_cast<const uint8_t*>(stream);
   return make_uint2(read<uint32_t>(bytes + at.first, 0), read<uint32_t>(bytes + at.second, 0));
 }
 
-HDET_DEVICE void write_bytes(void* stream, const Place& at, const uint32_t (&words)[2]) {
-  const auto bytes = static_cast<uint8_t*>(stream);
-  write(bytes + at.first, 0, words[0]);
-  write(bytes + at.second, 0, words[1]);
+// Lower halves; or, of split24, their first bytes.
+HDET_DEVICE void load_lower(const void* stream, bool bytes, const Place& at, Raw<kEight>& raw) {
+  if (!bytes) {
+    raw.high = read_halves(stream, at);
+  } else {
+    const uint2 words = read_bytes(stream, at);
+    raw.high.x = words.x, raw.high.y = words.y;
+  }
 }
 
-HDET_DEVICE void load_low_bytes(const void* stream, const Place& at, Raw<kEight>& raw) {
-  const uint2 words = read_bytes(stream, at);
-  raw.high.x = words.x, raw.high.y = words.y;
-}
-
-HDET_DEVICE void load_low_bytes(const void* stream, const Place& at, Raw<1>& raw) {
-  raw.high = read<uint8_t>(stream, at.first);
+HDET_DEVICE void load_lower(const void* stream, bool bytes, const Place& at, Raw<1>& raw) {
+  raw.high = bytes ? read<uint8_t>(stream, at.first) << 8 : read<uint16_t>(stream, at.first);
 }
 
 HDET_DEVICE uint32_t word(const uint4& words, int i) {
@@ -206,9 +197,8 @@ HDET_DEVICE void unpack_split(const Raw<kEight>& raw, bool bytes, float (&out)[k
   }
 }
 
-HDET_DEVICE void unpack_split(const Raw<1>& raw, bool bytes, float (&out)[1]) {
-  out[0] =
-      join(static_cast<uint16_t>(raw.low), static_cast<uint16_t>(bytes ? raw.high << 8 : raw.high));
+HDET_DEVICE void unpack_split(const Raw<1>& raw, bool, float (&out)[1]) {
+  out[0] = join(static_cast<uint16_t>(raw.low), static_cast<uint16_t>(raw.high));
 }
 
 // 16-bit numbers made by half(i), or two in a word by pair(i) of i and i + 1.
@@ -236,15 +226,16 @@ HDET_DEVICE void store_floats(void* stream, const Place& at, const float (&x)[1]
   write(stream, at.first, x[0]);
 }
 
-// The first bytes of lower halves.
-template <int kWidth>
-HDET_DEVICE void store_low_bytes(void* stream, const Place& at, const float (&x)[kWidth]) {
+// Bytes made by byte(i).
+template <int kWidth, class Byte>
+HDET_DEVICE void store_bytes(void* stream, const Place& at, const Byte& byte) {
   uint32_t words[2] = {};
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i)
-    words[i / 4] |= static_cast<uint32_t>(lower_half(x[i]) >> 8) << 8 * (i % 4);
-  if constexpr (kWidth == 1) write(stream, at.first, static_cast<uint8_t>(words[0]));
-  else write_bytes(stream, at, words);
+  for (int i = 0; i < kWidth; ++i) words[i / 4] |= static_cast<uint32_t>(byte(i)) << 8 * (i % 4);
+  const auto bytes = static_cast<uint8_t*>(stream);
+  if constexpr (kWidth == 1) return write(bytes, at.first, static_cast<uint8_t>(words[0]));
+  write(bytes + at.first, 0, words[0]);
+  write(bytes + at.second, 0, words[1]);
 }
 
 // To nearest.
@@ -274,8 +265,7 @@ struct Param {
       cuda::load(Float(), master, at, raw);
     } else {
       cuda::load(type, param, at, raw);
-      if (constant == Master::split) load_lower(master, at, raw);
-      else if (constant == Master::split24) load_low_bytes(master, at, raw);
+      if (is_split(constant)) load_lower(master, constant == Master::split24, at, raw);
     }
   }
 
@@ -291,9 +281,10 @@ struct Param {
   template <int kWidth>
   HDET_DEVICE void round(float (&x)[kWidth]) const {
     const Kind constant = kind;
-    if (constant != Master::split24) return;
+    if (constant == Master::split24) {
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) x[i] = to_24(x[i]);
+      for (int i = 0; i < kWidth; ++i) x[i] = to_24(x[i]);
+    }
   }
 
   template <int kWidth>
@@ -301,8 +292,9 @@ struct Param {
     const Kind constant = kind;
     if (is_split(constant)) {
       store_halves<kWidth>(param, at, [&](int i) { return upper_half(x[i]); });
-      if (constant == Master::split24) return store_low_bytes(master, at, x);
-      store_halves<kWidth>(master, at, [&](int i) { return lower_half(x[i]); });
+      const auto lower = [&](int i) { return lower_half(x[i]); };
+      if (constant == Master::split) store_halves<kWidth>(master, at, lower);
+      else store_bytes<kWidth>(master, at, [&](int i) { return lower(i) >> 8; });
     } else {
       if (constant == Master::f32) store_floats(master, at, x);
       cuda::store(type, param, at, x);

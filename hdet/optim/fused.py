@@ -517,10 +517,7 @@ class FusedOptimizer(Optimizer):
     def keep_gradients(self) -> Iterator[None]:
         """Inside, backward passes add up gradients and step nothing, whether they are released or
         not: for the micro-batches before the last."""
-        release = self.release
-        if release is None:
-            yield
-            return
+        release = self.release or GradientRelease(self)
         release.keeps = True
         try:
             yield

@@ -93,11 +93,8 @@ def like_first(param: Tensor, first: Tensor, master: Tensor) -> Tensor:
 
 def reset_master(param: Tensor, master: Tensor) -> None:
     """The master becomes exactly the parameter."""
-    param, master = shards.local(param), shards.local(master)
-    if numbers.is_lower(master):
-        master.zero_()
-    else:
-        master.copy_(param)
+    master = shards.local(master)
+    master.copy_(own_master(shards.local(param), master.dtype))
 
 
 def adopt(param: Tensor, master: Tensor) -> None:

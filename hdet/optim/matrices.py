@@ -10,10 +10,9 @@ sent twice, in the dtype of Newton-Schulz; there in float32 if that is float16.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +24,9 @@ from hdet.kernels import StepOptions, StepSettings, StepTensors
 from hdet.kernels.checks import check_step_tensors
 from hdet.kernels.interface import PLAIN, Column
 from hdet.tensors import dtensor as shards
-from hdet.tensors import strides
 
 from .newton_schulz import Iteration, given_in, of_stacks, orthogonalise, stands, work
-from .readings import Reading, adjustment
+from .readings import Reading
 from .step_plans import Member
 
 _BATCH_ELEMENTS = 1 << 26
@@ -55,11 +53,6 @@ class Row(NamedTuple):
     how: Iteration
     adjust: str | None
 
-    def factor(self, shape: Sequence[int], reading: Reading) -> float:
-        """Of directions (..., m, n) in memory."""
-        rows, columns = shape[-2:][::-1] if reading.transposed else shape[-2:]
-        return adjustment(self.adjust, rows, columns)
-
 
 class MatrixStep(NamedTuple):
     """What one step brings. `rows`: by group. `gradients`: by place, of those that have one."""
@@ -74,9 +67,9 @@ def batches(matrices: Sequence[Member], readings: Readings) -> list[list[Member]
     stand."""
     alike: dict[Any, list[Member]] = {}
     for matrix in matrices:
-        sides = [tuple(sorted(shape[-2:])) for shape in shapes_of(matrix, readings)]
-        is_transposed = readings[matrix.place].transposed
-        alike.setdefault((matrix.group, is_transposed, *sides), []).append(matrix)
+        reading = readings[matrix.place]
+        sides = [tuple(sorted(shape[-2:])) for shape in reading.shapes]
+        alike.setdefault((matrix.group, reading.transposed, *sides), []).append(matrix)
     found: list[list[Member]] = []
     for members in alike.values():
         room = 0
@@ -87,41 +80,24 @@ def batches(matrices: Sequence[Member], readings: Readings) -> list[list[Member]
                 room = _BATCH_ELEMENTS
             found[-1].append(matrix)
             room -= elements
-    first_stands = lambda matrix: stands(shapes_of(matrix, readings)[0])
+    first_stands = lambda matrix: stands(readings[matrix.place].shapes[0])
     return [sorted(members, key=first_stands) for members in found]
 
 
-def shapes_of(matrix: Member, readings: Readings) -> list[torch.Size]:
-    """Of all of a parameter, not this rank's shard, in the order of its memory."""
-    given = strides.laid(torch.empty(matrix.param.shape, device="meta"), matrix.order)
-    return [view.shape for view in readings[matrix.place].matrices(given)]
-
-
-def make_directions(
-    made: Sequence[Tensor],
-    given: Sequence[Tensor],
-    readings: Sequence[Reading],
-    row: Row,
-    backend: str,
+def orthogonalise_all(
+    tensors: Mapping[int, Tensor], readings: Readings, row: Row, backend: str
 ) -> None:
-    """Writes the direction of each tensor, times `adjustment`. They may share memory."""
-    pairs = [
-        (to, of, row.factor(of.shape, reading))
-        for x, y, reading in zip(made, given, readings, strict=True)
-        for to, of in zip(reading.matrices(x), reading.matrices(y), strict=True)
-    ]
-    alike: dict[tuple[int, ...], list[tuple[Tensor, Tensor, float]]] = {}
-    for pair in pairs:
-        alike.setdefault(tuple(sorted(pair[1].shape[-2:])), []).append(pair)
-    targets: list[Tensor] = []
-    found: list[Tensor] = []
+    """Puts the directions of parameters of one group, adjusted, in their place."""
+    alike: dict[tuple[int, ...], list[tuple[Tensor, float]]] = {}
+    for place, tensor in tensors.items():
+        for view in readings[place].matrices(tensor):
+            factor = readings[place].adjustment(row.adjust, view.shape)
+            alike.setdefault(tuple(sorted(view.shape[-2:])), []).append((view, factor))
     for members in alike.values():
-        to, of, factors = map(list, zip(*members, strict=True))
-        directions = orthogonalise(of, row.how, backend)
+        views, factors = map(list, zip(*members, strict=True))
+        directions = orthogonalise(views, row.how, backend)
         torch._foreach_mul_(directions, factors)
-        targets += to
-        found += directions
-    torch._foreach_copy_(targets, found)
+        torch._foreach_copy_(views, directions)
 
 
 class Batch:
@@ -141,10 +117,12 @@ class Batch:
         dtype: torch.dtype,
         tensors: MakeTensors,
         backend: str,
+        gathers: bool = False,
     ) -> None:
-        """`room`: others may use it between two steps. `dtype`: of directions."""
+        """`room`: others may use it between two steps. `dtype`: of directions. `gathers`: are they
+        cut over several dimensions of a mesh, of which each rank gathers all?"""
         self.matrices = matrices
-        self.readings = [readings[matrix.place] for matrix in matrices]
+        self.readings, self._gathers = readings, gathers
         self.given = room[: sum(matrix.shape.numel() for matrix in matrices)]
         self.directions = room.view(dtype)[: len(self.given)]
         self.slots, self.ways = self._views(self.given), self._views(self.directions)
@@ -174,10 +152,13 @@ class Batch:
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     @functools.cached_property
-    def _stacks(self) -> list[tuple[Tensor, Tensor]]:
-        """Of what is given and of directions, where all is here: those that lie, and those that
-        stand. [] where a matrix has blocks of several shapes."""
-        views = [r.matrices(slot) for r, slot in zip(self.readings, self.slots, strict=True)]
+    def _stacks(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """Of what is given and of directions: those that lie, and those that stand. [] where not
+        all is here, or a matrix has blocks of several shapes."""
+        if self._gathers:
+            return []
+        pairs = zip(self.matrices, self.slots, strict=True)
+        views = [self.readings[matrix.place].matrices(slot) for matrix, slot in pairs]
         if max(map(len, views)) > 1:
             return []
         short, long = sorted(views[0][0].shape[-2:])
@@ -205,7 +186,7 @@ class Batch:
     def upload(self, rows: Mapping[int, Row], options: StepOptions) -> None:
         self._take(rows)
         self._average.upload(self._averaging, options)
-        self._follow.upload(self._following, _without_gradients(options))
+        self._follow.upload(self._following, StepOptions(found_inf=options.found_inf))
 
     def average(self, step: MatrixStep) -> list[int]:
         """Moves the momentum and fills `given`. Returns the numbers of the matrices that have a
@@ -220,65 +201,47 @@ class Batch:
         """All replicas take one step along `directions`."""
         pairs = zip(self.matrices, self.ways, strict=True)
         given = [way if matrix.place in step.gradients else None for matrix, way in pairs]
-        self._follow.step(given, self._following, _without_gradients(step.options))
+        self._follow.step(given, self._following, StepOptions(found_inf=step.options.found_inf))
 
-    def whole(self, step: MatrixStep, backend: str) -> None:
-        """A step of matrices that this rank has all of."""
+    def step(self, step: MatrixStep, backend: str) -> None:
+        """A step of matrices that this rank has all of, or that each rank gathers."""
         present = self.average(step)
         if not present:
             return
         row = step.rows[self.matrices[0].group]
-        if len(present) < len(self.matrices) or not self._stacks:
-            made, given = ([line[i] for i in present] for line in (self.ways, self.slots))
-            make_directions(made, given, [self.readings[i] for i in present], row, backend)
+        if len(present) == len(self.matrices) and self._stacks:
+            given, directions = self._stacks
+            reading = self.readings[self.matrices[0].place]
+            made = of_stacks(*given, row.how, backend)
+            for kept, stack in zip(directions, made, strict=True):
+                torch.mul(stack, reading.adjustment(row.adjust, stack.shape), out=kept)
         else:
-            of_given, of_directions = self._stacks
-            stacks = of_stacks(*of_given, row.how, backend)
-            for kept, stack in zip(of_directions, stacks, strict=True):
-                torch.mul(stack, row.factor(stack.shape, self.readings[0]), out=kept)
-        self.follow(step)
-
-    def gathered(self, step: MatrixStep, backend: str) -> None:
-        """Cut over several dimensions of a mesh: each rank gathers all and keeps its part."""
-        present = self.average(step)
-        if not present:
-            return
-        params = [self.matrices[i].param for i in present]
-        cut: list[Any] = [
-            shards.like(self.slots[i], param) for i, param in zip(present, params, strict=True)
-        ]
-        full = [tensor.full_tensor() for tensor in cut]
-        made = [torch.empty_like(tensor, dtype=self.directions.dtype) for tensor in full]
-        readings, row = [self.readings[i] for i in present], step.rows[self.matrices[0].group]
-        make_directions(made, full, readings, row, backend)
-        parts = [shards.part_of(x, param) for x, param in zip(made, params, strict=True)]
-        torch._foreach_copy_([self.ways[i] for i in present], parts)
+            slots = [self.slots[i] for i in present]
+            members = [self.matrices[i] for i in present]
+            whole: list[Any] = slots
+            if self._gathers:
+                cut: list[Any] = [
+                    shards.like(slot, m.param) for slot, m in zip(slots, members, strict=True)
+                ]
+                whole = [tensor.full_tensor() for tensor in cut]
+            by_place = {m.place: tensor for m, tensor in zip(members, whole, strict=True)}
+            orthogonalise_all(by_place, self.readings, row, backend)
+            if self._gathers:
+                pairs = zip(whole, members, strict=True)
+                torch._foreach_copy_(slots, [shards.part_of(x, m.param) for x, m in pairs])
+            self.directions.copy_(self.given.to(self.directions.dtype))  # which share memory
         self.follow(step)
 
 
-def _without_gradients(options: StepOptions) -> StepOptions:
-    """Of a step along directions."""
-    return StepOptions(found_inf=options.found_inf)
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A matrix and how it is cut: into `sizes[rank]` rows or columns, along `dim`."""
+class _Piece(NamedTuple):
+    """A matrix and how it is cut along a dimension."""
 
     matrix: Member
     dim: int
-    sizes: list[int]
-
-    def shape(self, rank: int) -> list[int]:
-        shape = list(self.matrix.param.shape)
-        shape[self.dim] = self.sizes[rank]
-        return shape
-
-    def numel(self, rank: int) -> int:
-        return math.prod(self.shape(rank))
-
-    def part(self, full: Tensor, rank: int) -> Tensor:
-        return full.narrow(self.dim, [0, *accumulate(self.sizes)][rank], self.sizes[rank])
+    cuts: list[int]
+    """where the parts of all ranks but the first begin"""
+    shapes: list[torch.Size]
+    """of the parts"""
 
 
 def _shard_dim(param: Any, mesh_dim: int) -> int:
@@ -302,22 +265,16 @@ class _Exchange:
     owner."""
 
     def __init__(
-        self,
-        matrices: Sequence[Member],
-        readings: Readings,
-        mesh: Any,
-        mesh_dim: int,
-        dtype: torch.dtype,
+        self, matrices: Sequence[Member], readings: Readings, mesh: Any, mesh_dim: int
     ) -> None:
-        self._readings = readings
-        self.group, self.dtype = mesh.get_group(mesh_dim), dtype
+        self.group = mesh.get_group(mesh_dim)
         self.rank, self.ranks = mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)
         own = matrices[0].sets[0].device
         # another where shards are offloaded
         self.device = own if own.type == mesh.device_type else torch.device(mesh.device_type)
         pieces = [self._piece(matrix, mesh_dim) for matrix in matrices]
-        shapes = [shapes_of(matrix, readings) for matrix in matrices]
-        owned = shares([sum(map(work, blocks)) for blocks in shapes], self.ranks)
+        work_of = [sum(map(work, readings[matrix.place].shapes)) for matrix in matrices]
+        owned = shares(work_of, self.ranks)
         count = min(_ROUNDS, max(map(len, owned)))
         self.rounds = [
             [
@@ -331,8 +288,9 @@ class _Exchange:
         dim = _shard_dim(matrix.param, mesh_dim)
         size = matrix.param.shape[dim]
         step = -(-size // self.ranks)  # as torch.chunk, and so Shard
-        cuts = [min(size, rank * step) for rank in range(self.ranks + 1)]
-        return _Piece(matrix, dim, [cuts[r + 1] - cuts[r] for r in range(self.ranks)])
+        cuts = [min(size, rank * step) for rank in range(1, self.ranks)]
+        parts = torch.empty(matrix.param.shape, device="meta").tensor_split(cuts, dim)
+        return _Piece(matrix, dim, cuts, [part.shape for part in parts])
 
     def _swap(self, sent: Tensor, send: list[int], receive: list[int]) -> tuple[Any, Tensor]:
         received = torch.empty(sum(receive), dtype=sent.dtype, device=self.device)
@@ -348,28 +306,26 @@ class _Exchange:
         if not batch.average(step):
             return
         mine, ranks = owned[self.rank], range(self.ranks)
-        here = [sum(piece.numel(self.rank) for piece in of_owner) for of_owner in owned]
-        there = [sum(piece.numel(rank) for piece in mine) for rank in ranks]
+        here = [sum(piece.shapes[self.rank].numel() for piece in its) for its in owned]
+        shapes = [[piece.shapes[rank] for piece in mine] for rank in ranks]
+        there = [sum(shape.numel() for shape in of_rank) for of_rank in shapes]
         waiting, received = self._swap(batch.given, here, there)
         yield
         waiting.wait()
-        found = iter(received.split([piece.numel(rank) for rank in ranks for piece in mine]))
-        by_rank = [[next(found).view(piece.shape(rank)) for piece in mine] for rank in ranks]
+        found = iter(received.split([shape.numel() for shape in chain(*shapes)]))
+        by_rank = [[next(found).view(shape) for shape in of_rank] for of_rank in shapes]
         parts_of = zip(mine, *by_rank, strict=True)
         whole = {p.matrix.place: torch.cat(parts, dim=p.dim) for p, *parts in parts_of}
-        made = {place: full.to(self.dtype) for place, full in whole.items()}
         present = [p.matrix for p in mine if p.matrix.place in step.gradients]
-        for alike in batches(present, self._readings):
-            make_directions(
-                [made[m.place] for m in alike],
-                [whole[m.place] for m in alike],
-                [self._readings[m.place] for m in alike],
-                step.rows[alike[0].group],
-                backend,
+        for alike in batches(present, batch.readings):
+            row = step.rows[alike[0].group]
+            orthogonalise_all(
+                {m.place: whole[m.place] for m in alike}, batch.readings, row, backend
             )
-        parts = [p.part(made[p.matrix.place], rank).flatten() for rank in ranks for p in mine]
-        nothing = torch.empty(0, dtype=self.dtype, device=self.device)
-        waiting, received = self._swap(torch.cat([nothing, *parts]), there, here)
+        cut = [whole[p.matrix.place].tensor_split(p.cuts, p.dim) for p in mine]
+        parts = [part.flatten() for of_rank in zip(*cut, strict=True) for part in of_rank]
+        made = torch.cat([received[:0], *parts]).to(batch.directions.dtype)
+        waiting, received = self._swap(made, there, here)
         yield
         waiting.wait()
         batch.directions.copy_(received)
@@ -413,7 +369,7 @@ class MatrixPlan:
             else:
                 several.append(matrix)
         alone, gathered = batches(whole, readings), batches(several, readings)
-        exchanges = [_Exchange(members, readings, *cut, dtype) for cut, members in along.items()]
+        exchanges = [_Exchange(members, readings, *cut) for cut, members in along.items()]
         rounds = [(exchange, owned) for exchange in exchanges for owned in exchange.rounds]
         exchanged = [[piece.matrix for piece in chain(*owned)] for _, owned in rounds]
         together = [*alone, *gathered, *exchanged]
@@ -424,15 +380,15 @@ class MatrixPlan:
             for _ in range(3 if rounds else 1)
         ]
 
-        def batch(members: Sequence[Member], t: int = 0) -> Batch:
-            return Batch(members, readings, rooms[t % len(rooms)], dtype, tensors, backend)
+        def batch(members: Sequence[Member], t: int = 0, gathers: bool = False) -> Batch:
+            return Batch(members, readings, rooms[t % len(rooms)], dtype, tensors, backend, gathers)
 
-        self._whole, self._gathered = list(map(batch, alone)), list(map(batch, gathered))
+        self._alone = [*map(batch, alone), *(batch(members, 0, True) for members in gathered)]
         self._rounds = [
             (exchange, owned, batch(members, t))
             for t, ((exchange, owned), members) in enumerate(zip(rounds, exchanged, strict=True))
         ]
-        self._all = [*self._whole, *self._gathered, *(one for _, _, one in self._rounds)]
+        self._all = [*self._alone, *(one for _, _, one in self._rounds)]
         self.norm = self.skipped = self._all[0].skipped
 
     def step(self, gradients: Column, settings: Any, options: StepOptions = PLAIN) -> None:
@@ -440,8 +396,8 @@ class MatrixPlan:
         pairs = zip(self.matrices, gradients, strict=True)
         found = {matrix.place: gradient for matrix, gradient in pairs if gradient is not None}
         step = MatrixStep(settings, found, options)
-        for batch in self._whole:
-            batch.whole(step, self._backend)
+        for batch in self._alone:
+            batch.step(step, self._backend)
         turns = [
             exchange.run(owned, batch, step, self._backend)
             for exchange, owned, batch in self._rounds
@@ -450,8 +406,6 @@ class MatrixPlan:
             # the next round is on its way while this one is computed
             for turn in turns[max(0, t - 2) : t + 1][::-1]:
                 next(turn, None)
-        for batch in self._gathered:
-            batch.gathered(step, self._backend)
 
     def gradient_norms(self) -> Tensor:
         raise NotImplementedError  # of these a ShardedClip takes them

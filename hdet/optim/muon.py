@@ -78,7 +78,8 @@ class FusedMuon(FusedOptimizer):
     momentum_buffer, as torch.optim.Muon's, and step; of the rest AdamW's. States of torch's two
     load: groups without use_muon are told by their keys.
 
-    CUDA graphs: as FusedOptimizer, but with max_grad_norm rates cannot change between replays.
+    CUDA graphs: as FusedOptimizer, but with max_grad_norm rates cannot change between replays, and
+    ns_coefficients, ns_steps, eps and adjust_lr_fn never.
 
     DTensors: the momentum is sharded as its parameter. A matrix that is cut over one mesh dimension
     (FSDP2, HSDP, tensor parallelism) is put together on one rank of it, in `ns_dtype`, for float16

@@ -95,22 +95,14 @@ def orthogonalise(matrices: list[Tensor], how: Iteration, backend: str = "auto")
     given = given_in(how.dtype)
     stacks = of_stacks(lying.to(given), standing.to(given), how, backend)
     made = [
-        iter(parts(stack.contiguous(), [m.shape for m in kind]))
+        iter(stack.contiguous().split([m.shape[:-2].numel() for m in kind]) if kind else ())
         for stack, kind in zip(stacks, kinds, strict=True)
     ]
-    return [next(made[stands(m.shape)]) for m in matrices]
+    return [next(made[stands(m.shape)]).view(m.shape) for m in matrices]
 
 
 def stands(shape: torch.Size) -> bool:
     return shape[-2] > shape[-1]
-
-
-def parts(stack: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Views of a stack (B, m, n) that have these shapes (..., m, n), one after the other."""
-    if all(len(shape) == 2 for shape in shapes):
-        return list(stack.unbind())
-    counts = [shape[:-2].numel() for shape in shapes]
-    return [part.view(shape) for part, shape in zip(stack.split(counts), shapes, strict=True)]
 
 
 def of_stacks(

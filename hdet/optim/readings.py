@@ -6,10 +6,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hdet.tensors import dtensor as shards
+from hdet.tensors import strides
 from hdet.tensors.strides import Order
+
+from .split_params import name_and_param
 
 HIGHER_DIMS = (None, "stack", "flatten")
 
@@ -25,6 +29,8 @@ class Reading(NamedTuple):
     """that is cut"""
     transposed: bool = False
     """Are rows columns in memory?"""
+    shapes: tuple[torch.Size, ...] = ()
+    """of all its `matrices`, where it is cut over a mesh as well"""
 
     def matrices(self, tensor: Tensor) -> list[Tensor]:
         """Views (..., m, n) of all of it. Blocks of equally many rows are one view."""
@@ -39,23 +45,25 @@ class Reading(NamedTuple):
     def laid(self, param: Tensor, order: Order | None, place: int) -> Reading:
         """The same in memory's order. Raises ValueError where no view is a matrix, or a transposed
         one is cut over a mesh."""
-        is_cut = shards.is_sharded(param)
-        if order is None or (self.flat and order[0] == 0 and not is_cut):
-            return self
-        if self.flat or is_cut or order[:-2] != tuple(range(len(order) - 2)):
-            raise ValueError(
-                f"parameter {place} of shape {tuple(param.shape)} is not contiguous (strides "
-                f"{param.stride()}): use .contiguous()"
-            )
-        return self._replace(dim=-3 - self.dim, transposed=True)
+        is_cut, made = shards.is_sharded(param), self
+        if order is not None and (is_cut or not self.flat or order[0] != 0):
+            if is_cut or self.flat or order[:-2] != tuple(range(len(order) - 2)):
+                raise ValueError(
+                    f"parameter {place} of shape {tuple(param.shape)} is not contiguous (strides "
+                    f"{param.stride()}): use .contiguous()"
+                )
+            made = self._replace(dim=-3 - self.dim, transposed=True)
+        whole = strides.laid(torch.empty(param.shape, device="meta"), order)
+        return made._replace(shapes=tuple(view.shape for view in made.matrices(whole)))
 
-
-def adjustment(adjust: str | None, rows: int, columns: int) -> float:
-    """What the rate of an (m, n) matrix is multiplied by. torch.optim.Muon's `adjust_lr_fn`."""
-    # Liu et al. 2025, Eq. 4: an orthogonal matrix has the root mean square 1 / sqrt(max(m, n))
-    if adjust == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns, 1))
-    return math.sqrt(max(1.0, rows / max(1, columns)))
+    def adjustment(self, adjust: str | None, shape: Sequence[int]) -> float:
+        """What the rate of a matrix (..., m, n) in memory is multiplied by. torch.optim.Muon's
+        `adjust_lr_fn`."""
+        rows, columns = shape[-2:][::-1] if self.transposed else shape[-2:]
+        # Liu et al. 2025, Eq. 4: an orthogonal matrix has the root mean square 1 / sqrt(max(m, n))
+        if adjust == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns, 1))
+        return math.sqrt(max(1.0, rows / max(1, columns)))
 
 
 def readings_of(group: Mapping[str, Any], what: str) -> list[Reading]:
@@ -66,26 +74,16 @@ def readings_of(group: Mapping[str, Any], what: str) -> list[Reading]:
             f'higher_dims={higher!r} of {what} is unknown; choose "stack", "flatten" or None'
         )
     entries: Sequence[Any] = [given] if isinstance(given, Tensor) else list(given or ())
-    params = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
-    said = group.get("param_names", [e[0] if isinstance(e, tuple) else None for e in entries])
-    if isinstance(splits, Mapping) and None in said:
-        raise ValueError(
-            f"splits of {what} names parameters, and these have no names: give (name, parameter) "
-            "pairs, or the sizes alone, which are those of all of its matrices"
-        )
-    sizes_of = [_sizes_of(name, splits) for name in said]
-    places = [f"{name or f'parameter {i}'} of {what}" for i, name in enumerate(said)]
-    return [
-        _read(param.shape, higher, sizes, place)
-        for param, sizes, place in zip(params, sizes_of, places, strict=True)
-        if isinstance(param, Tensor)  # torch refuses others
-    ]
-
-
-def _sizes_of(name: str, splits: Any) -> Any:
-    if not isinstance(splits, Mapping):
-        return splits or ()
-    return next((sizes for key, sizes in splits.items() if _names(key, name)), ())
+    said = group.get("param_names", [""] * len(entries))
+    made = []
+    for i, (entry, name) in enumerate(zip(entries, said, strict=True)):
+        given_name, param = name_and_param(entry, f"parameter {i} of {what}")
+        name = name or given_name
+        sizes = splits
+        if isinstance(splits, Mapping):
+            sizes = next((splits[key] for key in splits if _names(key, name)), ())
+        made.append(_read(param.shape, higher, sizes, f"{name or f'parameter {i}'} of {what}"))
+    return made
 
 
 def _names(key: str, name: str) -> bool:
@@ -101,8 +99,8 @@ def check_names(groups: Iterable[Mapping[str, Any]]) -> None:
     for key in dict.fromkeys(key for said in splits for key in said):
         if not any(_names(key, name) for name in names):
             raise ValueError(
-                f"splits names {key!r}, which is no matrix of Muon's and no end of one's name; "
-                f"these are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+                f"splits names {key!r}, which is no matrix of Muon's and no end of one's name: it "
+                f"has {', '.join(names[:8]) or 'none with a name'}{', ...' if names[8:] else ''}"
             )
 
 

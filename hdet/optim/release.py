@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ class _Alone:
     """among all parameters"""
     sizes: list[int]
     """of the groups, which have this parameter alone"""
-    container: dict[Tensor, dict[str, Any]]
     planned: Planned | None = None
 
 
@@ -80,16 +79,18 @@ class GradientRelease:
                 "all micro-batches but the last into `with optimizer.keep_gradients():`"
             )
         alone = self._alone.get(param) or self._find(optimizer, param)
-        if alone.container[param] is not optimizer.state[param]:
-            alone.container, alone.planned = {param: optimizer.state[param]}, None
         sized = [
             (size, optimizer._rule_of(group).kind(group))
             for size, group in zip(alone.sizes, optimizer.param_groups, strict=True)
         ]
-        planned = alone.planned
-        if planned is None or not planned.holds(alone.container, [param], sized):
+        planned, state = alone.planned, optimizer.state[param]
+        if (
+            planned is None
+            or planned.container[param] is not state
+            or not planned.holds(planned.container, [param], sized)
+        ):
             _check_processes(param)
-            planned = optimizer._plan([param], sized, [0], alone.container, alone.number)
+            planned = optimizer._plan([param], sized, [0], {param: state}, alone.number)
         if planned.clip is not None and optimizer.max_grad_norm is not None:
             raise ValueError(
                 "released gradients of DTensors, and of matrices of FusedMuon, cannot be clipped: "
@@ -104,13 +105,12 @@ class GradientRelease:
         listed = optimizer._listed()
         number = next(i for i, one in enumerate(listed) if one is param)
         sizes = [sum(p is param for p in group["params"]) for group in optimizer.param_groups]
-        made = self._alone[param] = _Alone(number, sizes, {param: optimizer.state[param]})
+        made = self._alone[param] = _Alone(number, sizes)
         return made
 
     def _options(self, optimizer: FusedOptimizer) -> StepOptions:
         if optimizer.zero_gradients:
-            raise ValueError("zero_gradients=True keeps gradients, and these are released: set it "
-                             "to False")  # fmt: skip
+            raise ValueError("zero_gradients=True keeps gradients that are released: set it False")
         return StepOptions(grad_scale=self._scale, max_norm=optimizer.max_grad_norm or 0.0)
 
     def end(self, optimizer: FusedOptimizer) -> Norms | None:

@@ -130,7 +130,7 @@ def _split(
     given = group["params"]
     entries = [given] if isinstance(given, Tensor) else list(given)
     places = [f"parameter {i} of group {number}" for i in range(len(entries))]
-    named = list(map(_named, entries, places))
+    named = list(map(name_and_param, entries, places))
     # what torch.optim.Muon takes: tensors of two dimensions, and no names
     plain = all(isinstance(entry, Tensor) and entry.ndim == 2 for entry in entries)
     if use_muon is None and not plain:
@@ -165,7 +165,7 @@ def _split(
     return made
 
 
-def _named(entry: Any, where: str) -> tuple[str, Tensor]:
+def name_and_param(entry: Any, where: str) -> tuple[str, Tensor]:
     name, param = entry if isinstance(entry, tuple) else ("", entry)
     if not isinstance(param, Tensor):
         raise TypeError(f"{where} is a {type(param).__name__}, not a parameter")

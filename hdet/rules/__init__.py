@@ -41,7 +41,7 @@ WEIGHTS = tuple(dict.fromkeys(name for rule in RULES.values() for name in rule.w
 """float32 weights that rules keep beside the parameters, as which they begin"""
 SCALARS = max(len(rule.trace.scalars) for rule in RULES.values())
 SCALARS += -(2 + SCALARS) % 4
-"""room for what the elements of any rule meet, so that a row is a multiple of 16 bytes"""
+"""how many numbers the elements of any rule may meet, so that a row is a multiple of 16 bytes"""
 _PRINTED = [
     (
         *(rule.name, rule.kept_if, rule.signed, rule.exact, rule.gives_parameter),

@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from torch.optim import AdamW
 
 from hdet.optim import FusedAdamW, FusedMuon, FusedSGD, matrices, newton_schulz
+from hdet.rules import RULES as ALL_RULES
 from hdet.testing.rules import BF16, STORED, copies
 from tests.distributed import run_ranks
 
@@ -45,6 +46,7 @@ from .sharded import (
 )
 
 ADAMW, SGD = BY_NAME["adamw"], BY_NAME["sgd"]
+WITHOUT_SUMS = [rule for rule in RULES if not ALL_RULES[rule.fused.rule].trace.sums]
 SHAPES = [(7, 5), (5, 7), (1, 4), (3, 6, 2), (9, 8), (3,), (8, 3), (7, 5)]
 """some leave ranks without an element"""
 MATRICES = [0, 1, 2, 3, 4, 7]
@@ -79,7 +81,7 @@ def twins_of(mesh: str, rule: Rule = ADAMW, **options: Any) -> Twins:
 
 
 def same_bits_as_plain(rank: int, world_size: int, mesh: str) -> None:
-    for rule in [*RULES, MUON] if mesh == "fsdp" else [ADAMW, SGD, MUON]:
+    for rule in [*WITHOUT_SUMS, MUON] if mesh == "fsdp" else [ADAMW, SGD, MUON]:
         twins = twins_of(mesh, rule)
         twins.go(range(3))
         with plans_made() as made:
@@ -518,6 +520,10 @@ def what_does_not_fit_is_refused_by_name(rank: int, world_size: int) -> None:
     unsummed = Parameter(DTensor.from_local(torch.ones(4, 2), mesh, [Partial()]))
     unsummed.grad = torch.zeros_like(unsummed)
     refused("a sum that has not been taken", FusedAdamW([unsummed]).step)
+    for rule in RULES:
+        if rule not in WITHOUT_SUMS:
+            message = f"{rule.fused.__name__} needs sums over whole parameters, .* DTensor with"
+            refused(message, rule.fused([param]).step)
     clipped = FusedAdamW([param], max_grad_norm=1.0)
     clipped.step()
     refused("clip_grad_norm_", clipped.write_hyperparameters, RuntimeError)

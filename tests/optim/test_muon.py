@@ -204,6 +204,17 @@ def test_float16_is_several_times_nearer_than_bfloat16(
         assert off[torch.float16] < (5e-3 if in_pairs else 2.5e-3)
 
 
+@pytest.mark.parametrize(
+    ("device", "has_amx", "dtype"),
+    [("cuda", False, torch.float16), ("cpu", True, BF16), ("cpu", False, torch.float32)],
+)
+def test_the_fastest_type_that_is_as_near_as_torchs(
+    device: str, has_amx: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    assert newton_schulz.fastest_dtype.__wrapped__(device) == dtype
+
+
 def test_float16_keeps_digits_of_small_numbers() -> None:
     """Elements of 7e-6, as at norm 1 those of a matrix of 10^10 elements would be."""
     torch.manual_seed(0)
@@ -317,10 +328,6 @@ def test_states_of_torchs_two_optimizers_load_and_go_back() -> None:
 # -- matrices of other shapes ---------------------------------------------------------------------
 
 
-def by_columns(tensor: Tensor) -> list[Tensor]:
-    return list(tensor.split([2, 5], dim=-1))
-
-
 def flat(tensor: Tensor) -> list[Tensor]:
     return [tensor.flatten(1)]
 
@@ -328,8 +335,9 @@ def flat(tensor: Tensor) -> list[Tensor]:
 OF_SEVERAL: dict[str, tuple[tuple[int, ...], dict[str, Any], Any]] = {
     "a fused qkv": ((6, 4), {"splits": {"w": (2, 2, 2)}}, lambda x: x.split(2)),
     "of groups of heads": ((8, 4), {"splits": {"a.w": (6, 1, 1)}}, lambda x: x.split([6, 1, 1])),
-    "columns": ((4, 7), {"splits": (2, 5)}, by_columns),
-    "transposed in memory": ((4, 7), {"splits": (2, 5)}, by_columns),
+    "columns": ((4, 6), {"splits": (3, 3)}, lambda x: x.split(3, dim=1)),
+    "transposed": ((7, 4), {}, lambda x: [x]),
+    "transposed columns": ((4, 7), {"splits": (2, 5)}, lambda x: x.split([2, 5], dim=1)),
     "gates of experts": (
         (3, 6, 4),
         {"higher_dims": "stack", "splits": (2, 4)},
@@ -358,8 +366,8 @@ def test_what_holds_several_matrices_is_stepped_as_these(
     options = {"lr": 2e-2, "adjust_lr_fn": adjust, "ns_dtype": ns_dtype}
     values = torch.randn(2, *shape, generator=generator)
     whole = [Parameter(value.clone()) for value in values]
-    if case == "transposed in memory":
-        whole = [Parameter(value.mT.contiguous().mT) for value in values]
+    if case.startswith("transposed"):  # in memory
+        whole[0] = Parameter(values[0].mT.contiguous().mT)
     if case == "channels_last":
         whole = [Parameter(value.to(memory_format=torch.channels_last)) for value in values]
     names = [("a.w", whole[0]), ("b.a.w", whole[1])]

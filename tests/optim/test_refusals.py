@@ -92,7 +92,7 @@ SETTINGS: dict[Any, list[tuple[Any, ...]]] = {
         ("splits=2 of parameter 0 of .* its 3 rows or 2 columns", {"splits": 2}, [MATRIX]),
         (r"splits=\(3, 3\) .* its 3 rows or 2 columns", {"splits": (3, 3)}, [MATRIX]),
         ("splits names 'qkv', which is no matrix", {"splits": {"qkv": (1, 2)}}, [("w", MATRIX)]),
-        ("splits of .* have no names", {"splits": {"w": (1, 2)}}, [MATRIX]),
+        ("splits names 'w', .* has none with a name", {"splits": {"w": (1, 2)}}, [MATRIX]),
         ("iterable of Tensors", {}, MATRIX),
         (r"momentum=1.0 of .* must be in \[0, 1\)", {"momentum": 1.0}, PAIR),
         ("ns_steps=100 of", {"ns_steps": 100}, PAIR),

@@ -281,21 +281,22 @@ class TorchStepPlan:
 
     def _inputs(self, row: Row, inputs: list[Many]) -> tuple[list[Number], list[Many]]:
         """The scalars that elements meet, after a pass for sums over tensors, and these inputs."""
-        traced, wide = RULES[self.tensors.rule].trace, row.step.to(self.wide)
-        settings = dict(row.settings)
-        if traced.sums:
-            nothing = {Scalar("sum", (one,)): wide for one in traced.sums}
-            elements = [x.numel() for x in inputs[0].tensors]
-            settings[Scalar("elements")] = torch.tensor(
-                elements, dtype=self.wide, device=self.device
-            )
-            scalars = [_rounded(in_double(s, settings | nothing, wide)) for s in traced.scalars]
-            for one, terms in zip(
-                traced.sums, direction(self.tensors.rule, scalars, inputs, before=True), strict=True
-            ):
-                sums = [x.sum(dtype=self.wide) for x in terms.tensors]
-                settings[Scalar("sum", (one,))] = torch.stack(sums)
-        return [_rounded(in_double(s, settings, wide)) for s in traced.scalars], inputs
+        rule, wide = RULES[self.tensors.rule], row.step.to(self.wide)
+        sums: dict[str | Scalar, Tensor] = {
+            Scalar("sum", (one,)): wide
+            for one in rule.trace.sums  # not read yet
+        }
+        elements = [float(x.numel()) for x in inputs[0].tensors]
+        whole: dict[str | Scalar, Tensor] = {Scalar("elements"): wide.new_tensor(elements), **sums}
+
+        def scalars() -> list[Number]:
+            settings = row.settings | whole
+            return [_rounded(in_double(s, settings, wide)) for s in rule.trace.scalars]
+
+        found = direction(rule.name, scalars(), inputs, before=True) if sums else []
+        for node, terms in zip(sums, found, strict=True):
+            whole[node] = torch.stack([x.sum(dtype=self.wide) for x in terms.tensors])
+        return scalars(), inputs
 
     def _stochastic(self, x: Tensor) -> bool:
         return self.tensors.stochastic is not None and x.dtype == torch.bfloat16

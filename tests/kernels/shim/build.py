@@ -22,8 +22,8 @@ SOURCES = ROOT / "csrc"
 COMPILER = os.environ.get("CXX") or shutil.which("c++")
 RULES = ("adamw", "adan", "ademamix", "cautious_adamw", "schedule_free_adamw", "sgd")
 """One to four moments; exact ones, and some that may be missing; decoupled and coupled decay, the
-new parameter in the place of a direction, and sums over tensors. Kernels of other rules differ in arithmetic
-alone, which is the CPU's text, and would double the build."""
+new parameter in the place of a direction, and sums over tensors. Kernels of other rules differ in
+arithmetic alone, which is the CPU's text, and would double the build."""
 
 FLAGS = [
     "-std=c++17",
