@@ -605,9 +605,8 @@ def training(machine: Machine) -> None:
     for name, times in seconds.items():
         ratios = np.divide(times, seconds["hdet"])
         machine.say(
-            operation="a training step of a compiled model",
+            operation=f"a training step of a compiled model, {name}",
             shapes=f"{blocks} blocks of {width}",
-            optimizer=name,
             ms=round(1e3 * float(np.median(times)), 3),
             of_hdet=round(float(np.median(ratios)), 3),
         )

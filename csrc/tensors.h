@@ -62,8 +62,7 @@ struct Torch {
   }
 
   bool is_tensor(PyObject* object) const {
-    return is_plain(object) ||
-           PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(tensor)) != 0;
+    return PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(tensor)) != 0;
   }
 
   static DType dtype_of(const View& v) {
@@ -131,7 +130,6 @@ class NotedObjects {
       }
       return true;
     }
-    fetch(place->next, place->end);
     const Kind kind = (place->next++)->kind;
     if (kind == Kind::other) return true;
     if (kind == Kind::tensor)
@@ -142,21 +140,6 @@ class NotedObjects {
       if (!is_next(key, place) || !is_next(value, place)) return false;
     }
     return true;
-  }
-
-  // Those that come next, meanwhile: objects, what these are of, and storages, behind the first
-  // words of that.
-  void fetch(const Object* next, const Object* end) const {
-    constexpr int kAhead = 8;
-    if (end - next <= 2 * kAhead) return;
-    __builtin_prefetch(torch_.of(next[2 * kAhead].object));
-    if (next[kAhead].kind == Kind::tensor) {
-      const auto* const tensor = reinterpret_cast<const char*>(*torch_.of(next[kAhead].object));
-      for (int line = 0; line < 3; ++line) __builtin_prefetch(tensor + 64 * line);
-    }
-    const Object& soon = next[kAhead / 2];
-    if (soon.kind != Kind::tensor) return;
-    __builtin_prefetch(*reinterpret_cast<const char* const*>(*torch_.of(soon.object) + 16));
   }
 
   // Shows numbers until `look` says no, or torch that it has no address.
