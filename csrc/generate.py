@@ -14,6 +14,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar
 
@@ -457,9 +458,15 @@ def _put(place: int, text: str) -> str:
 
 
 def _broken(line: str) -> str:
-    """As ruff format breaks a long call."""
+    """As ruff format breaks a long call: its arguments on one line, or each on its own."""
     call, _, inside = line.partition("(")
-    return line if len(line) <= 100 else f"{call}(\n        {inside[:-1]}\n    )"
+    inside = inside[:-1]
+    if len(inside) > 92:
+        depths = list(accumulate((letter == "(") - (letter == ")") for letter in inside))
+        ends = [i for i, letter in enumerate(inside) if letter == "," and depths[i] == 0]
+        cuts = zip([-1, *ends], [*ends, len(inside)], strict=True)
+        inside = ",\n        ".join(inside[i + 1 : j].strip() for i, j in cuts) + ","
+    return line if len(line) <= 100 else f"{call}(\n        {inside}\n    )"
 
 
 class Optimizers:
