@@ -4,7 +4,7 @@ Environment:
   HDET_CUDA        0 skips the CUDA kernels; 1 makes it an error where they cannot be compiled;
                    unset compiles them where there is an nvcc of 12.0 or later that works
   HDET_CUDA_ARCHS  compute capabilities, for example "80;90;100" (default: what
-                   TORCH_CUDA_ARCH_LIST names, else those of the GPUs present, else 80-real;90,
+                   TORCH_CUDA_ARCH_LIST names, else those of the GPUs present, else 80-virtual;90,
                    whose PTX a driver compiles for newer ones at the first step)
   MAX_JOBS         compilers at a time (default: one for each core)
   HDET_WERROR      1 treats compiler warnings as errors
@@ -29,12 +29,12 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-DEFAULT_ARCHS = ["80-real", "90"]
+DEFAULT_ARCHS = ["80-virtual", "90"]
 OLDEST_ARCH = 75
 OLDEST_NVCC = (12, 0)
 # processor time that the C++ sources take, and for each architecture the CUDA sources: as far as
 # PTX, and from there
-CPU_SECONDS, PTX_SECONDS, PTXAS_SECONDS = 50, 45, 25
+CPU_SECONDS, PTX_SECONDS, PTXAS_SECONDS = 50, 60, 22
 
 
 def find_nvcc() -> str | None:

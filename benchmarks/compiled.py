@@ -133,7 +133,6 @@ def loop_length(code: Sequence[str]) -> int:
 
 def lines(arch: str) -> Iterator[dict[str, Any]]:
     used_by, code = resources(arch), instructions(arch, "step_kernel")
-    own = {name.lower() for name in re.findall(r"\d([A-Z][A-Za-z_]+)RuleELb0ELNS_\d+KnownE0", code)}
     for part in re.split(r"\n\s*\.section\s+\.text\.", code)[1:]:
         name = part.split(",", 1)[0].strip()
         found = re.search(r"\d([A-Z]\w+)RuleELb0ELNS_\d+KnownE(?=0ELb1|[1-9]ELb0)(\d)E", name)
@@ -141,12 +140,7 @@ def lines(arch: str) -> Iterator[dict[str, Any]]:
             continue
         kernel, known = found[1].lower(), int(found[2])
         used, length = used_by[name].registers, loop_length(part.splitlines())
-        # AnyRule and AnyLargeRule stand for the rules that have none of their own
-        is_large = kernel == "anylarge"
-        others = [
-            one for one in RULES if one not in own and (len(RULES[one].moments) > 2) == is_large
-        ]
-        for rule in [kernel] if kernel in RULES else others:
+        for rule in [kernel] if kernel in RULES else RULES:  # AnyRule stands for all
             by_memory = BYTES[rule][known] * GPT2 / BANDWIDTH
             by_issue = length / ELEMENTS * GPT2 / ISSUED
             yield {

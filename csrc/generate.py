@@ -49,6 +49,8 @@ class Language:
     tensor_calls: ClassVar[dict[str, str]]
     row_format: ClassVar[str]
     """of a scalar that elements meet, by its number"""
+    longest = 1000
+    """characters of an expression"""
 
     def __init__(self) -> None:
         self.named: dict[Scalar, str] = {}
@@ -94,8 +96,8 @@ class Language:
         return lines, [bare(self.scalar(s)) for s in rule.trace.scalars]
 
     def statements(self, rule: Rule, results: Sequence[Tensor]) -> tuple[dict[str, str], list[str]]:
-        """What is used more than once, by its name; and the results, which have names unless they
-        are used once."""
+        """What is used more than once, or long, by its name; and the results, which have names
+        unless they are used once."""
         traced = rule.trace
         nodes = {node for result in results for node in walk(result)}
         used = Counter([*results, *(arg for node in nodes for arg in node.args)])
@@ -114,7 +116,7 @@ class Language:
                 made = self.chosen(f"{args[0]} != 0", *args[1:])
             else:
                 made = _operation(node.op, args, self.tensor_calls)
-            if used[node] == 1:
+            if used[node] == 1 and len(made) <= self.longest:
                 return made
             names[node] = f"t{len(names)}"
             lines[names[node]] = bare(made)
@@ -307,6 +309,7 @@ class Triton(Language):
     scalar_calls: ClassVar = {"sqrt": "tl.sqrt"}
     tensor_calls: ClassVar = {"sqrt": "tl.sqrt_rn", "div": "tl.div_rn"}
     row_format = "s[{}]"
+    longest = 70
 
     def number(self, x: float) -> str:
         return f"f64({x!r})" if math.isfinite(x) else 'f64(float("inf"))'

@@ -173,8 +173,8 @@ def adopt_scalars(h, step, rate, whole, s, live):
     put(f64(float("inf")), s + 2, live)
     put(f64(0.0) - tl.sqrt(tl.sqrt(step - f64(1.0))), s + 3, live)
     put(tl.sqrt(tl.sqrt(step - f64(1.0))), s + 4, live)
-    put(f64(1.0) - h.beta1, s + 5, live)
-    put(h.beta1, s + 6, live)
+    put(f64(1.0) - tl.where(step <= f64(1.0), f64(1.0), h.beta1), s + 5, live)
+    put(tl.where(step <= f64(1.0), f64(1.0), h.beta1), s + 6, live)
     put(tl.where(step <= f64(1.0), f64(0.0), h.beta2), s + 7, live)
     put(f64(1.0) - tl.where(step <= f64(1.0), f64(0.0), h.beta2), s + 8, live)
 
@@ -182,10 +182,9 @@ def adopt_scalars(h, step, rate, whole, s, live):
 @triton.jit
 def adopt(row, g, p, m, v):
     s = row.s
-    t0 = tl.where(
-        s[0] != 0, m, lerp(m, clip(tl.div_rn(g, clip(tl.sqrt_rn(v), s[1], s[2])), s[3], s[4]), s[5], s[6])
-    )
-    return t0, t0, (v * s[7]) + ((g * s[8]) * g)
+    t0 = clip(tl.div_rn(tl.where(s[0] != 0, m, g), clip(tl.sqrt_rn(v), s[1], s[2])), s[3], s[4])
+    t1 = lerp(m, t0, s[5], s[6])
+    return t1, t1, (v * s[7]) + ((g * s[8]) * g)
 
 
 @triton.jit
@@ -207,10 +206,10 @@ def cautious_adamw(row, g, p, m, v):
     s = row.s
     t0 = lerp(m, g, s[0], s[1])
     t1 = (v * s[5]) + ((g * s[6]) * g)
-    u = tl.div_rn(
+    t2 = tl.div_rn(
         (t0 * clip(sign(t0) * sign(g), s[2], s[3])) * s[4], (tl.sqrt_rn(t1) * s[7]) + s[8]
     )
-    return u, t0, t1
+    return t2, t0, t1
 
 
 @triton.jit

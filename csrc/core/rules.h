@@ -13,7 +13,7 @@
 
 namespace hdet {
 
-constexpr const char* kRulesDigest = "1446a6e4d5cfe579";
+constexpr const char* kRulesDigest = "b61803ebbd4ff05f";
 
 enum class Rule : int32_t { adamw = 0, adam = 1, adan = 2, ademamix = 3, adopt = 4,
     cautious_adamw = 5, lion = 6, cautious_lion = 7, mars = 8, muon = 9, nadamw = 10,
@@ -212,8 +212,8 @@ struct AdoptRule {  // no kernels of its own
     s[2] = static_cast<float>(__builtin_huge_val());
     s[3] = static_cast<float>(0.0 - square_root(square_root(step - 1.0)));
     s[4] = static_cast<float>(square_root(square_root(step - 1.0)));
-    s[5] = static_cast<float>(1.0 - h.beta1);
-    s[6] = static_cast<float>(h.beta1);
+    s[5] = static_cast<float>(1.0 - (step <= 1.0 ? 1.0 : h.beta1));
+    s[6] = static_cast<float>(step <= 1.0 ? 1.0 : h.beta1);
     s[7] = static_cast<float>(step <= 1.0 ? 0.0 : h.beta2);
     s[8] = static_cast<float>(1.0 - (step <= 1.0 ? 0.0 : h.beta2));
   }
@@ -226,7 +226,8 @@ struct AdoptRule {  // no kernels of its own
     const float s0 = row.s[0], s1 = row.s[1], s2 = row.s[2], s3 = row.s[3], s4 = row.s[4],
         s5 = row.s[5], s6 = row.s[6], s7 = row.s[7], s8 = row.s[8];
     const float m = moments[0], v = moments[1];
-    const float t0 = s0 != 0 ? m : lerp(m, clip(g / clip(square_root(v), s1, s2), s3, s4), s5, s6);
+    const float t0 = lerp(m, clip((s0 != 0 ? m : g) / clip(square_root(v), s1, s2), s3, s4), s5,
+        s6);
     const float new_v = (v * s7) + ((g * s8) * g);
     const float u = t0;
     moments[0] = t0;

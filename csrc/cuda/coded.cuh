@@ -259,14 +259,9 @@ struct Coded : Update<Rule, kMany, kKnown> {
 
 // As many blocks as ptxas can make without a spill: while a warp waits for its tables and shuffles,
 // others go on.
-template <class Rule, bool kMany, Known kKnown>
+template <class Rule, Known kKnown>
 constexpr int coded_blocks_per_multiprocessor() {
-  if (kIsAny<Rule>) return Rule::kMoments > 2 ? 2 : 3;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-  if (kMany && Rule::kMoments > 2) return 3;
-#endif
-  if (kKnown == Known::none) return 3;
-  if (kMany) return 4;
+  if (kIsAny<Rule>) return 2;
   if (Rule::kMoments > 2) return 4;
   if (Rule::kCoupled) return kKnown == Known::floats ? 5 : 4;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -277,8 +272,7 @@ constexpr int coded_blocks_per_multiprocessor() {
 }
 
 template <class Rule, bool kMany, Known kKnown>
-__global__ void __launch_bounds__(kStepThreads,
-                                  coded_blocks_per_multiprocessor<Rule, kMany, kKnown>())
+__global__ void __launch_bounds__(kStepThreads, coded_blocks_per_multiprocessor<Rule, kKnown>())
     coded_kernel(const __grid_constant__ StepPlan plan, const Slices /*whole chunks*/) {
   __shared__ Codebook books[Rule::kSquares ? 2 : 1];
   const Chunk& chunk = plan.chunks[blockIdx.x];

@@ -1,4 +1,4 @@
-// The kernels of one rule, HDET_RULE, or of AnyRule or AnyLargeRule. CMake compiles this file for
+// The kernels of one rule, HDET_RULE, or of AnyRule. CMake compiles this file for
 // each of them, so that the cores of a machine share the work.
 #include "coded.cuh"
 

@@ -13,7 +13,7 @@ StepKernel find_kernel(const StepPlan& plan) {
     if constexpr (!Own::kGeneric) {
       if (is_usual(plan)) return kernel_for<Own>(plan);
     }
-    return AnyRule::includes<Own> ? kernel_for<AnyRule>(plan) : kernel_for<AnyLargeRule>(plan);
+    return kernel_for<AnyRule>(plan);
   });
 }
 

@@ -93,22 +93,16 @@ struct Element {
   HDET_DEVICE float& operator[](int j) const { return x[j][i]; }
 };
 
-// Stands for all rules with so many moments, of which StepPlan::rule says the one: of kernels that
-// are seldom asked for there is one for all of them.
-template <int kFewest, int kMost>
-struct AnyOf {
-  static constexpr int kMoments = kMost;
+// Stands for all rules, of which StepPlan::rule says the one: of kernels that are seldom asked for
+// there is one for all of them.
+struct AnyRule {
+  static constexpr int kMoments = kMostMoments;
   static constexpr bool kSquares = true, kCoupled = true, kMayLackMoments = true,
                         kGivesParameter = false;
-
-  template <class Rule>
-  static constexpr bool includes = kFewest <= Rule::kMoments && Rule::kMoments <= kMost;
 };
-struct AnyRule : AnyOf<1, 2> {};
-struct AnyLargeRule : AnyOf<3, kMostMoments> {};
 
 template <class Rule>
-constexpr bool kIsAny = std::is_same_v<Rule, AnyRule> || std::is_same_v<Rule, AnyLargeRule>;
+constexpr bool kIsAny = std::is_same_v<Rule, AnyRule>;
 
 // kMany: any number of replicas, in batches whose loads are issued together; else one. kKnown:
 // StepPlan::known. Unless it is none, formats are constants to the compiler. kEmas: there may be
@@ -117,8 +111,7 @@ template <class Rule, bool kMany, Known kKnown, bool kEmas = kKnown == Known::no
 struct Update {
   static constexpr bool kIsKnown = kKnown != Known::none;
   static constexpr bool kMayDraw = !kIsKnown || formats_of(kKnown).stochastic;
-  static constexpr bool kIsLarge = kKnown == Known::none && Rule::kMoments > 2;
-  static constexpr int kBatch = !kMany || kIsLarge ? 1 : kKnown == Known::floats ? 4 : 2;
+  static constexpr int kBatch = !kMany || kIsAny<Rule> ? 1 : kKnown == Known::floats ? 4 : 2;
 
   template <int kWidth>
   struct RawTurn {
@@ -150,10 +143,7 @@ struct Update {
   template <class Call>
   HDET_DEVICE auto with(const Call& call) const {
     if constexpr (kIsAny<Rule>) {
-      return with_rule(plan.rule, [&](auto rule) {
-        if constexpr (Rule::template includes<decltype(rule)>) return call(rule);
-        else return decltype(call(rule))();
-      });
+      return with_rule(plan.rule, call);
     } else {
       return call(Rule{});
     }
@@ -381,14 +371,13 @@ struct Update {
     float p[kWidth];
     param(r).unpack(raw, p);
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i)
-      p[i] = gives_parameter() ? u[i] : take_step(r.row, p[i], u[i]);
+    for (int i = 0; i < kWidth; ++i) p[i] = gives_parameter() ? u[i] : take_step(r.row, p[i], u[i]);
     keep(r, k, at, p, bits);
     if constexpr (kEmas && !kMany) {
       if (plan.emas == nullptr) return;
       const auto type = formats.param;
       const auto master = formats.master;
-      if constexpr (kIsLarge) {  // read again, as there are no registers for more
+      if constexpr (kIsAny<Rule>) {  // read again, as there are no registers for more
         Raw<kWidth> now;
         param(r).load(at, now);
         param(r).unpack(now, p);
@@ -462,7 +451,7 @@ constexpr int blocks_per_multiprocessor() {
 #endif
   // 768 threads have 96 KiB in flight. With more blocks than these ptxas spills.
   if (kIsAny<Rule>) return 3;
-  if (kKnown == Known::none || kMany) return 4;
+  if (kMany) return 4;
   if (kEmas) return Rule::kMoments > 2 || (kBlackwell && kKnown == Known::split) ? 4 : 5;
   if (Rule::kMoments > 2) return kKnown == Known::halves ? 5 : 4;
   if (kKnown != Known::floats || kBlackwell) return 5;
@@ -496,8 +485,8 @@ __global__ void __launch_bounds__(kStepThreads,
 using StepKernel = void (*)(StepPlan, Slices);
 
 // What has a kernel for each rule; but formats that are not known, and two at once of bfloat16
-// throughout, several replicas, averages over time and codes, have that of AnyRule
-// or AnyLargeRule, which are the only ones of generic rules.
+// throughout, several replicas, averages over time and codes, have that of AnyRule,
+// which is the only one of generic rules.
 inline bool is_usual(const StepPlan& plan) {
   return plan.known != Known::none && (plan.known == Known::halves) + (plan.num_replicas > 1) +
                                               (plan.emas != nullptr) + (plan.codebooks != nullptr) <

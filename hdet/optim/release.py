@@ -122,7 +122,8 @@ class GradientRelease:
                 "in bfloat16 without one, or do not release gradients"
             )
         for param in optimizer._listed():
-            self.take(param)
+            if param.grad is not None:
+                self.take(param)
         if not self._stepped:
             raise RuntimeError(
                 "optimizer.step() came without loss.backward() before it, in which parameters are "

@@ -43,8 +43,8 @@ def adopt(h: Settings, g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> tuple[Tens
     1.0
     0.95
     """
-    limit = sqrt(sqrt(h.step - 1))
-    c = clip(g / clip(root(v), h.eps), 0 - limit, limit)
-    m = choose(h.step <= 1, m, average(m, c, h.beta1))
-    beta2 = where(h.step <= 1, 0, h.beta2)
+    is_first, limit = h.step <= 1, sqrt(sqrt(h.step - 1))
+    c = clip(choose(is_first, m, g) / clip(root(v), h.eps), 0 - limit, limit)
+    m = average(m, c, where(is_first, 1, h.beta1))
+    beta2 = where(is_first, 0, h.beta2)
     return m, m, beta2 * v + (1 - beta2) * g * g

@@ -154,7 +154,8 @@ def mean_of(x: Tensor) -> Scalar:
 
 
 def choose(condition: Scalar, a: Tensor, b: Tensor) -> Tensor:
-    """a if the condition is not 0, else b."""
+    """a if the condition is not 0, else b. Of inputs, not of long results: of those a CPU's
+    compiler would make a branch, and no vectors."""
     return Tensor("where", (condition, a, b))
 
 

@@ -23,7 +23,7 @@ OWN = [rule for rule in RULES.values() if not rule.generic]
 MANY = [not rule.gives_parameter for rule in OWN]
 # kernels by source
 KERNELS = {
-    "rule.cu": sum(10 + 3 * many for many in MANY) + 8,  # of AnyRule and AnyLargeRule
+    "rule.cu": sum(10 + 3 * many for many in MANY) + 4,  # of AnyRule
     "step.cu": 0,
     "derive.cu": 1,
     "norm.cu": 1,
@@ -74,16 +74,20 @@ def test_no_kernel_spills_or_has_a_stack() -> None:
     """Of the module that has been built, on every architecture.
 
     The registers leave enough threads to keep the memory busy: 512 of them have 50 KiB in flight.
-    A T4's multiprocessor (7.5) has a third of an H100's bandwidth, and 384 do.
+    A T4's multiprocessor (7.5) has a third of an H100's bandwidth, and 384 do. Kernels of any rule
+    and any formats do not wait for memory alone.
     """
-    for arch in _C.cuda_archs.split():
+    for arch in [one for one in _C.cuda_archs.split() if not one.endswith("-virtual")]:
         threads = 384 if arch.startswith("75") else 512
         used = compiled.resources(arch)
+        fewest = {name: 256 if "coded" in name else 384 for name in used if "AnyRule" in name}
         assert len(used) == sum(KERNELS.values())
         assert not {
             name: one
             for name, one in used.items()
-            if one.stack or one.local or one.registers > compiled.REGISTERS // threads
+            if one.stack
+            or one.local
+            or one.registers > compiled.REGISTERS // fewest.get(name, threads)
         }
 
 

@@ -64,7 +64,7 @@ def test_nvcc_is_found_on_path_and_in_cuda_home_first(
 def test_architectures(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvcc = nvcc_in(bare)
     choose = setup_module().choose_archs
-    default = ["80-real", "90"]
+    default = ["80-virtual", "90"]
     assert choose(nvcc) == default
     script(bare / "nvidia-smi", "9.0", "8.9", "9.0")
     assert choose(nvcc) == ["89", "90"]
@@ -88,7 +88,7 @@ def test_cuda_can_be_skipped_and_wrong_values_are_refused(
     nvcc_in(bare)
     assert setup_module().cuda_options()[:2] == [
         "-DHDET_CUDA=ON",
-        "-DHDET_CUDA_ARCHS=80-real;90",
+        "-DHDET_CUDA_ARCHS=80-virtual;90",
     ]
     monkeypatch.setenv("HDET_CUDA", "0")
     assert setup_module().cuda_options() == [

@@ -171,7 +171,8 @@ def _div(x: Bounded, y: Bounded) -> Bounded:
 
 def _sqrt(x: Bounded) -> Bounded:
     root = x.value.sqrt()
-    return _rounded(root, torch.minimum(x.error / (2 * root), x.error.sqrt()))
+    error = (x.error / (2 * root)).nan_to_num(nan=math.inf)  # of 0
+    return _rounded(root, torch.minimum(error, x.error.sqrt()))
 
 
 def _lerp(old: Bounded, new: Bounded, weight: Bounded, beta: Bounded) -> Bounded:
@@ -198,8 +199,12 @@ def _choose(condition: Bounded, a: Bounded, b: Bounded) -> Bounded:
 
 
 def _clip(x: Bounded, low: Bounded, high: Bounded) -> Bounded:
-    least, most = float(low.value), float(high.value)
-    return Bounded(x.value.clamp(least, most), x.error + max(low.error, high.error.nan_to_num()))
+    limits = float(low.value), float(high.value)
+    value, least, most = (
+        one.clamp(*limits) for one in (x.value, x.value - x.error, x.value + x.error)
+    )
+    error = torch.maximum(value - least, most - value).nan_to_num(nan=math.inf)
+    return Bounded(value, error + max(low.error, high.error.nan_to_num()))
 
 
 _TENSORS: dict[str, Callable[..., Bounded]] = {

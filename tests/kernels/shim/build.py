@@ -104,7 +104,7 @@ def build() -> Path:
     text = rules.read_text(encoding="utf-8")
     own = re.findall(r"^struct (\w+Rule) \{$", text, re.MULTILINE)
     wanted = [f"{name.capitalize()}Rule" for name in RULES]
-    own = ["AnyRule", "AnyLargeRule", *(name for name in own if name in wanted)]
+    own = ["AnyRule", *(name for name in own if name in wanted)]
     compiled = [(kernels, name) for name in own]
     rest = [copy / "bindings.cpp", HERE / "counters.cpp", *copy.glob("cpu/*.cpp")]
     rest += {*copy.glob("cuda/*.cu")} - {kernels}
