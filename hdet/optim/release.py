@@ -43,8 +43,12 @@ class GradientRelease:
         self._hooked: set[Tensor] = set()
         self._alone: dict[Tensor, _Alone] = {}
         self._stepped: dict[Tensor, _Alone] = {}
+        self._known: Tensor | None = None
+        """the last norm that is finite; 0 where none was"""
         self._scale: Tensor | None = None
-        """what gradients are divided by, by the last norm"""
+        """what gradients of this step are divided by, by that norm"""
+        self._max_norm: float | None = None
+        """of this step, from its first gradient on"""
         self.norm: Tensor | None = None
         self.skipped: Tensor | None = None
         """of the last step, as a StepPlan's; was any parameter skipped?"""
@@ -91,7 +95,9 @@ class GradientRelease:
         ):
             _check_processes(param)
             planned = optimizer._plan([param], sized, [0], {param: state}, alone.number)
-        if planned.clip is not None and optimizer.max_grad_norm is not None:
+        if not self._stepped:
+            self._begin(optimizer.max_grad_norm)
+        if planned.clip is not None and self._max_norm is not None:
             raise ValueError(
                 "released gradients of DTensors, and of matrices of FusedMuon, cannot be clipped: "
                 "their norm is taken of all of them; set max_grad_norm=None"
@@ -108,10 +114,16 @@ class GradientRelease:
         made = self._alone[param] = _Alone(number, sizes)
         return made
 
+    def _begin(self, max_norm: float | None) -> None:
+        self._max_norm, self._scale = max_norm, None
+        if max_norm is not None and self._known is not None and not math.isinf(max_norm):
+            # torch's clip_grad_norm_
+            self._scale = ((self._known + 1e-6) / max_norm).clamp(min=1.0)
+
     def _options(self, optimizer: FusedOptimizer) -> StepOptions:
         if optimizer.zero_gradients:
             raise ValueError("zero_gradients=True keeps gradients that are released: set it False")
-        return StepOptions(grad_scale=self._scale, max_norm=optimizer.max_grad_norm or 0.0)
+        return StepOptions(grad_scale=self._scale, max_norm=self._max_norm or 0.0)
 
     def end(self, optimizer: FusedOptimizer) -> Norms | None:
         """All parameters have been stepped, those too whose gradient came in an earlier micro-batch
@@ -133,20 +145,16 @@ class GradientRelease:
         plans = [one.planned.parts[0].plan for one in stepped if one.planned is not None]
         device = plans[0].skipped.device
         self.skipped = torch.stack([plan.skipped.to(device) for plan in plans]).amax()
-        if optimizer.max_grad_norm is None:
-            self._scale = None
+        if self._max_norm is None:
+            self._known = None
             return None
         self._norms = torch.stack([plan.norm.to(device) for plan in plans])
         if self._scale is not None:
             self._norms = self._norms * self._scale
         self.norm = torch.linalg.vector_norm(self._norms)
-        if math.isinf(optimizer.max_grad_norm):
-            self._scale = None
-        else:
-            # torch's clip_grad_norm_; a norm that is not finite says nothing of the next
-            scale = ((self.norm + 1e-6) / optimizer.max_grad_norm).clamp(min=1.0)
-            before = torch.ones_like(scale) if self._scale is None else self._scale
-            self._scale = torch.where(scale.isfinite(), scale, before)
+        # one that is not finite says nothing of the next
+        before = torch.zeros_like(self.norm) if self._known is None else self._known
+        self._known = torch.where(self.norm.isfinite(), self.norm, before)
         return Norms(self, [one.number for one in stepped], [])
 
     def gradient_norms(self) -> Tensor:
