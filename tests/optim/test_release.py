@@ -69,7 +69,11 @@ def step(model: nn.Module, optimizer: Any, batch: Tensor, scale: float = 1.0) ->
         (partial(FusedSGD, momentum=0.9, weight_decay=0.1), torch.float32, {}),
         (FusedLion, BF16, {"master_weights": "fp32"}),
         (FusedScheduleFreeAdamW, torch.float32, {"warmup_steps": 2}),
-        (partial(FusedMuon, use_muon=lambda name, p: p.ndim == 2), torch.float32, {}),
+        (
+            partial(FusedMuon, use_muon=lambda name, p: p.ndim == 2),
+            torch.float32,
+            {"splits": {"2.weight": (40, 24), "3.weight": (1, 3)}},
+        ),
     ],
 )
 def test_a_run_is_bitwise_the_usual_one(
