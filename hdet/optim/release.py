@@ -16,6 +16,7 @@ from torch import Tensor
 from hdet.kernels import StepOptions
 from hdet.tensors import dtensor as shards
 
+from . import lists
 from .step_plans import Norms, Planned
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class GradientRelease:
         self._optimizer = weakref.ref(optimizer)
         self._hooked: set[Tensor] = set()
         self._alone: dict[Tensor, _Alone] = {}
+        self._listed: list[Tensor | None] = []
+        """the parameters that these were found among; None ends a group"""
         self._stepped: dict[Tensor, _Alone] = {}
         self._known: Tensor | None = None
         """the last norm that is finite; 0 where none was"""
@@ -82,7 +85,11 @@ class GradientRelease:
                 "a second backward pass came before optimizer.step(), with released gradients: put "
                 "all micro-batches but the last into `with optimizer.keep_gradients():`"
             )
+        if not self._stepped:
+            self._begin(optimizer)
         alone = self._alone.get(param) or self._find(optimizer, param)
+        if alone is None:
+            return
         sized = [
             (size, optimizer._rule_of(group).kind(group))
             for size, group in zip(alone.sizes, optimizer.param_groups, strict=True)
@@ -95,8 +102,6 @@ class GradientRelease:
         ):
             _check_processes(param)
             planned = optimizer._plan([param], sized, [0], {param: state}, alone.number)
-        if not self._stepped:
-            self._begin(optimizer.max_grad_norm)
         if planned.clip is not None and self._max_norm is not None:
             raise ValueError(
                 "released gradients of DTensors, and of matrices of FusedMuon, cannot be clipped: "
@@ -107,14 +112,22 @@ class GradientRelease:
         planned.step([param.grad], [], settings, lambda _: self._options(optimizer))
         alone.planned, self._stepped[param], param.grad = planned, alone, None
 
-    def _find(self, optimizer: FusedOptimizer, param: Tensor) -> _Alone:
-        listed = optimizer._listed()
-        number = next(i for i, one in enumerate(listed) if one is param)
+    def _find(self, optimizer: FusedOptimizer, param: Tensor) -> _Alone | None:
+        """None: it is in no group any more."""
+        found = [i for i, one in enumerate(optimizer._listed()) if one is param]
+        if not found:
+            return None
         sizes = [sum(p is param for p in group["params"]) for group in optimizer.param_groups]
-        made = self._alone[param] = _Alone(number, sizes)
+        made = self._alone[param] = _Alone(found[0], sizes)
         return made
 
-    def _begin(self, max_norm: float | None) -> None:
+    def _begin(self, optimizer: FusedOptimizer) -> None:
+        """A step; groups may have been written to since the last one."""
+        listed = [x for group in optimizer.param_groups for x in (*group["params"], None)]
+        if not lists.same(listed, self._listed):
+            self.forget()
+            self._listed = listed
+        max_norm = optimizer.max_grad_norm
         self._max_norm, self._scale = max_norm, None
         if max_norm is not None and self._known is not None and not math.isinf(max_norm):
             # torch's clip_grad_norm_

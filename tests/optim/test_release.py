@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -168,6 +169,28 @@ def test_clipping_is_by_the_norm_of_the_step_before() -> None:
         assert found == pytest.approx(dict(zip(names, norms, strict=True)), rel=1e-4)
         for one, two in zip(other.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+
+
+CHANGES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
+    "a parameter goes": lambda groups: groups[0]["params"].pop(0),
+    "to another group": lambda groups: groups[1]["params"].append(groups[0]["params"].pop(0)),
+    "another order": lambda groups: groups.reverse(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_groups_that_are_written_to(change: str) -> None:
+    options = {"stochastic_rounding": True}  # by the parameters' numbers
+    ((model, a), (other, b)), batches = pair(FusedAdamW, BF16, **options)
+    for number, batch in enumerate(batches[:4]):
+        for one, optimizer in ((model, a), (other, b)):
+            if number == 2:
+                for group in optimizer.param_groups:
+                    del group["param_names"]
+                CHANGES[change](optimizer.param_groups)
+            step(one, optimizer, batch)
+            one.zero_grad()
+    assert_equal(list(other.parameters()), list(model.parameters()))
 
 
 def test_what_is_written_to_a_parameter_that_has_no_plan_is_its_master() -> None:
