@@ -356,6 +356,7 @@ class FusedOptimizer(Optimizer):
                     "step() begins: call loss.backward(), then step() without a closure"
                 )
             self._measured = self.release.end(self)
+            self._distrust_torchft()
             return None
         loss = None
         if closure is not None:
@@ -377,12 +378,16 @@ class FusedOptimizer(Optimizer):
                     given = shards.local(gradient)
                     if given.data_ptr() != own.data_ptr():
                         given.zero_()
+        self._distrust_torchft()
+        return loss
+
+    def _distrust_torchft(self) -> None:
         hooks = self._optimizer_step_post_hooks
         if hooks and any(map(_is_torchfts, hooks.values())):
             # It may average after this step, or be gone by the next one. To look at a sample of
             # elements instead would wait for the device in each step.
-            planned.watch.distrust()
-        return loss
+            for planned in self._all_planned:
+                planned.watch.distrust()
 
     def _values(self, rule: Facts, group: dict[str, Any]) -> Hyper:
         """Of the next step, in the order of the rule's `fields`."""
@@ -520,11 +525,11 @@ class FusedOptimizer(Optimizer):
         """Inside, backward passes add up gradients and step nothing, whether they are released or
         not: for the micro-batches before the last."""
         release = self.release or GradientRelease(self)
-        release.keeps = True
+        before, release.keeps = release.keeps, True
         try:
             yield
         finally:
-            release.keeps = False
+            release.keeps = before
 
     def check_mode(self, what: str) -> None:
         """Raises RuntimeError where the parameters are not the weights that are trained."""
@@ -727,9 +732,9 @@ class FusedOptimizer(Optimizer):
     def _take_over(self) -> None:
         if self.is_averaged:
             return
-        for planned in self._all_planned:
-            planned.watch.check()
-        if not self._all_planned:
+        if self._planned is not None:
+            self._planned.watch.check()
+        else:  # with released gradients plans are not of all parameters
             Watch([(p, self.state[p]) for p in self._listed() if p in self.state]).check()
 
     @torch.no_grad()

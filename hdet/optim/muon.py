@@ -223,7 +223,8 @@ class FusedMuon(FusedOptimizer):
                         f"use_muon={use} of {name}, but that of this optimizer's is {not use}: "
                         "give its groups in this order"
                     )
-                group.update({key: ours[i][key] for key in OF_SHAPES if key in ours[i]})
+                own = ("param_names", *OF_SHAPES)  # splits are by these names
+                group.update({key: ours[i][key] for key in own if key in ours[i]})
                 if "name" in ours[i]:
                     group.setdefault("name", ours[i]["name"])
         super().__setstate__(state)
@@ -289,6 +290,7 @@ class FusedMuon(FusedOptimizer):
 
     def _readings(self, matrices: Sequence[Member]) -> dict[int, Reading]:
         """By place. A matrix may be transposed in memory: so is its direction."""
+        check_names(group for group in self.param_groups if group["use_muon"])
         said: dict[int, Reading] = {}
         first = 0
         for i, group in enumerate(self.param_groups):

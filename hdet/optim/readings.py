@@ -80,8 +80,8 @@ def readings_of(group: Mapping[str, Any], what: str) -> list[Reading]:
         given_name, param = name_and_param(entry, f"parameter {i} of {what}")
         name = name or given_name
         sizes = splits
-        if isinstance(splits, Mapping):
-            sizes = next((splits[key] for key in splits if _names(key, name)), ())
+        if isinstance(splits, Mapping):  # of several ends the longest
+            sizes = splits.get(max((k for k in splits if _names(k, name)), key=len, default=""))
         made.append(_read(param.shape, higher, sizes, f"{name or f'parameter {i}'} of {what}"))
     return made
 

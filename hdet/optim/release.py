@@ -16,6 +16,7 @@ from torch import Tensor
 from hdet.kernels import StepOptions
 from hdet.tensors import dtensor as shards
 
+from . import lists
 from .step_plans import Norms, Planned
 
 if TYPE_CHECKING:
@@ -42,9 +43,15 @@ class GradientRelease:
         self._optimizer = weakref.ref(optimizer)
         self._hooked: set[Tensor] = set()
         self._alone: dict[Tensor, _Alone] = {}
+        self._listed: list[Tensor | None] = []
+        """the parameters that these were found among; None ends a group"""
         self._stepped: dict[Tensor, _Alone] = {}
+        self._known: Tensor | None = None
+        """the last norm that is finite; 0 where none was"""
         self._scale: Tensor | None = None
-        """what gradients are divided by, by the last norm"""
+        """what gradients of this step are divided by, by that norm"""
+        self._max_norm: float | None = None
+        """of this step, from its first gradient on"""
         self.norm: Tensor | None = None
         self.skipped: Tensor | None = None
         """of the last step, as a StepPlan's; was any parameter skipped?"""
@@ -78,7 +85,11 @@ class GradientRelease:
                 "a second backward pass came before optimizer.step(), with released gradients: put "
                 "all micro-batches but the last into `with optimizer.keep_gradients():`"
             )
+        if not self._stepped:
+            self._begin(optimizer)
         alone = self._alone.get(param) or self._find(optimizer, param)
+        if alone is None:
+            return
         sized = [
             (size, optimizer._rule_of(group).kind(group))
             for size, group in zip(alone.sizes, optimizer.param_groups, strict=True)
@@ -91,7 +102,7 @@ class GradientRelease:
         ):
             _check_processes(param)
             planned = optimizer._plan([param], sized, [0], {param: state}, alone.number)
-        if planned.clip is not None and optimizer.max_grad_norm is not None:
+        if planned.clip is not None and self._max_norm is not None:
             raise ValueError(
                 "released gradients of DTensors, and of matrices of FusedMuon, cannot be clipped: "
                 "their norm is taken of all of them; set max_grad_norm=None"
@@ -101,17 +112,31 @@ class GradientRelease:
         planned.step([param.grad], [], settings, lambda _: self._options(optimizer))
         alone.planned, self._stepped[param], param.grad = planned, alone, None
 
-    def _find(self, optimizer: FusedOptimizer, param: Tensor) -> _Alone:
-        listed = optimizer._listed()
-        number = next(i for i, one in enumerate(listed) if one is param)
+    def _find(self, optimizer: FusedOptimizer, param: Tensor) -> _Alone | None:
+        """None: it is in no group any more."""
+        found = [i for i, one in enumerate(optimizer._listed()) if one is param]
+        if not found:
+            return None
         sizes = [sum(p is param for p in group["params"]) for group in optimizer.param_groups]
-        made = self._alone[param] = _Alone(number, sizes)
+        made = self._alone[param] = _Alone(found[0], sizes)
         return made
+
+    def _begin(self, optimizer: FusedOptimizer) -> None:
+        """A step; groups may have been written to since the last one."""
+        listed = [x for group in optimizer.param_groups for x in (*group["params"], None)]
+        if not lists.same(listed, self._listed):
+            self.forget()
+            self._listed = listed
+        max_norm = optimizer.max_grad_norm
+        self._max_norm, self._scale = max_norm, None
+        if max_norm is not None and self._known is not None and not math.isinf(max_norm):
+            # torch's clip_grad_norm_
+            self._scale = ((self._known + 1e-6) / max_norm).clamp(min=1.0)
 
     def _options(self, optimizer: FusedOptimizer) -> StepOptions:
         if optimizer.zero_gradients:
             raise ValueError("zero_gradients=True keeps gradients that are released: set it False")
-        return StepOptions(grad_scale=self._scale, max_norm=optimizer.max_grad_norm or 0.0)
+        return StepOptions(grad_scale=self._scale, max_norm=self._max_norm or 0.0)
 
     def end(self, optimizer: FusedOptimizer) -> Norms | None:
         """All parameters have been stepped, those too whose gradient came in an earlier micro-batch
@@ -133,20 +158,16 @@ class GradientRelease:
         plans = [one.planned.parts[0].plan for one in stepped if one.planned is not None]
         device = plans[0].skipped.device
         self.skipped = torch.stack([plan.skipped.to(device) for plan in plans]).amax()
-        if optimizer.max_grad_norm is None:
-            self._scale = None
+        if self._max_norm is None:
+            self._known = None
             return None
         self._norms = torch.stack([plan.norm.to(device) for plan in plans])
         if self._scale is not None:
             self._norms = self._norms * self._scale
         self.norm = torch.linalg.vector_norm(self._norms)
-        if math.isinf(optimizer.max_grad_norm):
-            self._scale = None
-        else:
-            # torch's clip_grad_norm_; a norm that is not finite says nothing of the next
-            scale = ((self.norm + 1e-6) / optimizer.max_grad_norm).clamp(min=1.0)
-            before = torch.ones_like(scale) if self._scale is None else self._scale
-            self._scale = torch.where(scale.isfinite(), scale, before)
+        # one that is not finite says nothing of the next
+        before = torch.zeros_like(self.norm) if self._known is None else self._known
+        self._known = torch.where(self.norm.isfinite(), self.norm, before)
         return Norms(self, [one.number for one in stepped], [])
 
     def gradient_norms(self) -> Tensor:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from hdet.rules import RULES, Facts
+from hdet.rules import RULES, Facts, Kind
 
 UseMuon = Callable[[str, Tensor], bool]
 
-MATRICES = Facts(
+OF_SHAPES = ("higher_dims", "splits")
+
+
+class _Matrices(Facts):
+    def kind(self, group: Mapping[str, Any]) -> Kind:
+        return Kind(self, True, str([group.get(key) for key in OF_SHAPES]))
+
+
+MATRICES = _Matrices(
     ("momentum_buffer",),
     {
         "lr": 1e-3,
@@ -33,7 +41,6 @@ KEYS = {True: tuple(MATRICES.settings), False: RULES["adamw"].keys}
 _TABLES = ("wte", "wpe")
 _HEADS = ("head", "lm_head", "classifier", "score", "unembed", "unembedding")
 _WRAPPERS = ("module", "model", "_orig_mod")
-OF_SHAPES = ("higher_dims", "splits")
 _OF_BOTH = ("name", *OF_SHAPES)
 """what a group may say that is split by its parameters' names"""
 

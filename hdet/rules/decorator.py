@@ -190,6 +190,8 @@ class Kind(NamedTuple):
 
     rule: Facts
     keeps_moments: bool
+    reads: str = ""
+    """as which matrices, of Muon's"""
 
 
 def _range(name: str) -> tuple[float, float, str]:

@@ -193,7 +193,7 @@ def test_masters_are_asked_for_up_to_date(master_weights: str | None, loaded: bo
 
 
 @pytest.mark.parametrize("master_weights", ["fp32", "split", "split24"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "released"])
 def test_averages_that_torchft_writes_stay(backend: str, master_weights: str) -> None:
     """Its LocalSGD averages in a hook after the step, in place, through `.data`."""
 
@@ -202,7 +202,10 @@ def test_averages_that_torchft_writes_stay(backend: str, master_weights: str) ->
             param.data.copy_(torch.full_like(param, 3.0))
 
     average.__module__ = "torchft.local_sgd"
-    ours, a = bfloat16_run(master_weights=master_weights, backend=backend)
+    released = backend == "released"
+    ours, a = bfloat16_run(master_weights=master_weights, backend="auto" if released else backend)
+    if released:
+        a.release_gradients()
     run(a, ours, range(2))
     hook = a.register_step_post_hook(average)
     run(a, ours, range(2, 3))

@@ -27,6 +27,7 @@ from hdet.optim import (
     matrices,
     newton_schulz,
 )
+from hdet.optim.readings import readings_of
 from hdet.testing.rules import assert_equal, copies
 from tests.harness import Run, model
 
@@ -393,6 +394,48 @@ def test_what_holds_several_matrices_is_stepped_as_these(
     for k in range(2):
         found = [part for param in ours.replica_parameters(k) for part in cut(param)]
         assert_close(found, theirs.replica_parameters(k), 1e-6 if ns_dtype.itemsize > 2 else 1e-3)
+
+
+def test_what_is_read_as_which_matrices_may_change_between_steps() -> None:
+    """In place, too."""
+    found = []
+    for changes in (False, True):
+        param = Parameter(torch.arange(24.0).view(6, 4).sin())
+        said: dict[str, tuple[int, ...]] = {} if changes else {"w": (2, 4)}
+        options: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "ns_dtype": torch.float32}
+        optimizer = FusedMuon(
+            [{"params": [("a.w", param)], "use_muon": True}], splits=said, **options
+        )
+        for step in range(2):
+            param.grad = torch.arange(24.0).view(6, 4).cos()
+            optimizer.param_groups[0]["lr"] = float(step)
+            if step == 1:
+                said["w"] = (2, 4)
+            optimizer.step()
+        found.append(param.detach())
+    assert_equal(*[[one] for one in found])
+
+
+def test_splits_are_by_the_names_that_the_program_gave() -> None:
+    """Whatever a loaded state calls them; of two ends of a name the longer is meant."""
+    said = {"w": (3, 3), "b.w": (2, 4)}
+    params = [("a.w", Parameter(torch.ones(6, 4))), ("b.w", Parameter(torch.ones(6, 4)))]
+    optimizer = FusedMuon([{"params": params, "use_muon": True}], splits=said)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["param_names"] = ["0", "1"]
+    optimizer.load_state_dict(state)
+    found = readings_of(optimizer.param_groups[0], "the group")
+    assert [one.sizes for one in found] == [(3, 3), (2, 4)]
+
+
+def test_a_wrong_name_in_an_added_group() -> None:
+    optimizer = FusedMuon([("w", Parameter(torch.ones(6, 4)))], use_muon=lambda *_: True)
+    added = ("v", Parameter(torch.ones(6, 4)))
+    optimizer.add_param_group({"params": [added], "use_muon": True, "splits": {"vv": (3, 3)}})
+    added[1].grad = torch.ones(6, 4)
+    with pytest.raises(ValueError, match="splits names 'vv'"):
+        optimizer.step()
+    assert (added[1] == 1).all()
 
 
 # -- replicas and masters --------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -72,7 +73,7 @@ def step(model: nn.Module, optimizer: Any, batch: Tensor, scale: float = 1.0) ->
         (
             partial(FusedMuon, use_muon=lambda name, p: p.ndim == 2),
             torch.float32,
-            {"splits": {"late.2.weight": (16, 48)}},
+            {"splits": {"2.weight": (40, 24), "3.weight": (1, 3)}},
         ),
     ],
 )
@@ -136,7 +137,9 @@ def test_micro_batches(released: bool) -> None:
         a.step()
         a.zero_grad()
         with b.keep_gradients():
-            (loss_of(other, first) + extra[1].sum()).backward()
+            with b.keep_gradients():  # of a function that is called inside
+                extra[1].sum().backward()
+            loss_of(other, first).backward()
         loss_of(other, last).backward()
         b.step()
         b.zero_grad()
@@ -146,9 +149,11 @@ def test_micro_batches(released: bool) -> None:
 def test_clipping_is_by_the_norm_of_the_step_before() -> None:
     """And by that of each parameter: what the other optimizer is given."""
     ((model, a), (other, b)), batches = pair(FusedSGD, torch.float32)
-    most = b.max_grad_norm = 0.5
-    scale = 1.0
-    for number, batch in enumerate(batches):
+    norm = 0.0
+    limits = [math.inf, 0.5, 0.5, 0.1, math.inf, 0.5]
+    for number, (batch, most) in enumerate(zip(batches, limits, strict=True)):
+        b.max_grad_norm = most
+        scale = min(1.0, most / (norm + 1e-6))
         loss_of(model, batch).mul(3.0**number).backward()
         gradients = [p.grad for p in model.parameters()]
         norms = [float(g.norm()) for g in gradients]
@@ -162,9 +167,42 @@ def test_clipping_is_by_the_norm_of_the_step_before() -> None:
         names = [name for group in b.param_groups for name in group["param_names"]]
         found = {name: float(norm) for name, norm in b.gradient_norms().items()}
         assert found == pytest.approx(dict(zip(names, norms, strict=True)), rel=1e-4)
-        scale = min(1.0, most / (norm + 1e-6))
         for one, two in zip(other.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+
+
+CHANGES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
+    "a parameter goes": lambda groups: groups[0]["params"].pop(0),
+    "to another group": lambda groups: groups[1]["params"].append(groups[0]["params"].pop(0)),
+    "another order": lambda groups: groups.reverse(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_groups_that_are_written_to(change: str) -> None:
+    options = {"stochastic_rounding": True}  # by the parameters' numbers
+    ((model, a), (other, b)), batches = pair(FusedAdamW, BF16, **options)
+    for number, batch in enumerate(batches[:4]):
+        for one, optimizer in ((model, a), (other, b)):
+            if number == 2:
+                for group in optimizer.param_groups:
+                    del group["param_names"]
+                CHANGES[change](optimizer.param_groups)
+            step(one, optimizer, batch)
+            one.zero_grad()
+    assert_equal(list(other.parameters()), list(model.parameters()))
+
+
+def test_what_is_written_to_a_parameter_that_has_no_plan_is_its_master() -> None:
+    (_, (model, optimizer)), batches = pair(FusedAdamW, BF16, master_weights="fp32")
+    step(model, optimizer, batches[0])
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    model[0](batches[1]).float().sum().backward()  # plans for model[0] alone
+    optimizer.step()
+    with torch.no_grad():
+        model[3].weight.fill_(3.0)
+    (master,) = optimizer.masters([model[3].weight])
+    assert (master == 3).all()
 
 
 def test_a_norm_that_is_not_finite_skips_its_parameter_and_is_forgotten() -> None:
