@@ -262,7 +262,7 @@ struct Coded : Update<Rule, kMany, kKnown> {
 template <class Rule, Known kKnown>
 constexpr int coded_blocks_per_multiprocessor() {
   if (kIsAny<Rule>) return 2;
-  if (Rule::kMoments > 2) return 4;
+  if (Rule::kMoments > 2 || kKnown == Known::none) return 4;
   if (Rule::kCoupled) return kKnown == Known::floats ? 5 : 4;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   return 5;

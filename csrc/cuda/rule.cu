@@ -37,7 +37,7 @@ StepKernel find_kernel(const StepPlan& plan) {
       case Known::split: return usual_kernel<Rule, Known::split>(plan);
       case Known::halves: return step_kernel<Rule, false, Known::halves>;
       case Known::none:
-        if constexpr (kMixes<Rule>) return step_kernel<Rule, false, Known::none>;
+        if constexpr (kMixes<Rule>) return any_kernel<Rule, false>(plan);
         break;
     }
     HDET_UNREACHABLE

@@ -484,8 +484,8 @@ __global__ void __launch_bounds__(kStepThreads,
 
 using StepKernel = void (*)(StepPlan, Slices);
 
-// Gradients in float32 beside bfloat16 parameters, as Megatron keeps them, and moments in bfloat16
-// are most used with it: it has a kernel of its own for all mixtures of formats.
+// Gradients in float32 beside bfloat16 parameters, as Megatron keeps them, moments in bfloat16, and
+// 24 bits beside codes are most used with it: it has kernels of its own for all mixtures of formats.
 template <class Rule>
 constexpr bool kMixes = std::is_same_v<Rule, AdamwRule>;
 
@@ -494,7 +494,7 @@ constexpr bool kMixes = std::is_same_v<Rule, AdamwRule>;
 template <class Rule>
 bool is_usual(const StepPlan& plan) {
   const bool has_many = plan.num_replicas > 1, has_codes = plan.codebooks != nullptr;
-  if (plan.known == Known::none) return kMixes<Rule> && !has_many && !has_codes;
+  if (plan.known == Known::none) return kMixes<Rule> && !has_many;
   return (plan.known == Known::halves) + has_many + (plan.emas != nullptr) + has_codes < 2;
 }
 

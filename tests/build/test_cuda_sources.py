@@ -23,7 +23,7 @@ OWN = [rule for rule in RULES.values() if not rule.generic]
 MANY = [not rule.gives_parameter for rule in OWN]
 # kernels by source
 KERNELS = {
-    "rule.cu": sum(10 + 3 * many for many in MANY) + 1 + 4,  # AdamW's of mixtures; of AnyRule
+    "rule.cu": sum(10 + 3 * many for many in MANY) + 2 + 4,  # AdamW's of mixtures; of AnyRule
     "step.cu": 0,
     "derive.cu": 1,
     "norm.cu": 1,
