@@ -140,7 +140,8 @@ def lines(arch: str) -> Iterator[dict[str, Any]]:
             continue
         kernel, known = found[1].lower(), int(found[2])
         used, length = used_by[name].registers, loop_length(part.splitlines())
-        for rule in [kernel] if kernel in RULES else RULES:  # AnyRule stands for all
+        # AnyRule stands for all that have no kernel of mixtures
+        for rule in [kernel] if kernel in RULES else RULES.keys() - {"adamw"}:
             by_memory = BYTES[rule][known] * GPT2 / BANDWIDTH
             by_issue = length / ELEMENTS * GPT2 / ISSUED
             yield {

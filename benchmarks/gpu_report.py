@@ -46,27 +46,20 @@ def operations(lines: Lines) -> str:
 
 
 def formats(lines: Lines) -> str:
-    """A step of AdamW on GPT-2 124M, by number format and backend."""
+    """A step of AdamW on GPT-2 124M, by number format and backend; in brackets what is predicted of
+    kernels that have changed since."""
     found = last(lines)
     peer = found["adamw, float32", GPT2, "cuda"]["torch_ms"]
     rows: list[list[str]] = [["`torch.optim.AdamW(fused=True)`", f"{peer:.2f}", "", "", ""]]
     for name in FORMATS:
         rows.append([name])
         for backend in ("cuda", "triton"):
-            x = found[f"adamw, {name}", GPT2, backend]
-            rows[-1] += [f"{x['alone_ms']:.2f}", f"{x['of_copy']:.2f}"]
+            operation = f"adamw, {name}"
+            x, now = found[operation, GPT2, backend], PREDICTED.get((operation, backend))
+            predicted = f" ({now:.2f})" if now else ""
+            rows[-1] += [f"{x['alone_ms']:.2f}{predicted}", f"{x['of_copy']:.2f}"]
     heads = ["numbers", "CUDA, ms", "of a copy's bandwidth", "Triton, ms", "of a copy's bandwidth"]
     return table(heads, rows)
-
-
-def predictions(lines: Lines) -> str:
-    """Of what has changed since it was measured."""
-    found = last(lines)
-    rows = [
-        [of, backend, f"{found[of, GPT2, backend]['alone_ms']:.2f}", f"{ms:.2f}"]
-        for (of, backend), ms in PREDICTED.items()
-    ]
-    return table(["step", "backend", "measured last, ms", "predicted, ms"], rows)
 
 
 def newton_schulz(lines: Lines) -> str:
@@ -85,10 +78,9 @@ def host(lines: Lines) -> str:
     found, rows = last(lines), []
     for case, meaning in HOST.items():
         x = found[f"host time of a step, {case}", "300 x 1", "cuda"]
-        us = (f"{x[name]:.0f}" for name in ("host_us", "calls_us", "torch_us"))
+        us = (f"{x[name]:.0f}" for name in ("host_us", "torch_us"))
         rows.append([meaning, *us, f"{x['ratio']:.2f}"])
-    heads = ["gradients", "hdet, us", "of which torch's own part, us", "torch, us", "hdet / torch"]
-    return table(heads, rows)
+    return table(["gradients", "hdet, us", "torch, us", "hdet / torch"], rows)
 
 
 def _counted(path: Path) -> list[dict[str, str]]:
@@ -124,7 +116,6 @@ def report(folder: Path, device: str = DEVICE) -> dict[str, str]:
     lines = [x for x in read(folder / "figures.jsonl") if x["device"] == device]
     return {
         "Formats": formats(lines),
-        "Predictions": predictions(lines),
         "Orthogonalise": newton_schulz(lines),
         "Operations": operations(lines),
         "Host": host(lines),

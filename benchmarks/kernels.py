@@ -492,10 +492,10 @@ def buckets(machine: Machine) -> None:
 # -- the host --------------------------------------------------------------------------------------
 
 HOST = {
-    "steady": "gradients at the same addresses in every step",
-    "fresh": "at other addresses in every step, as zero_grad(set_to_none=True) leaves them",
-    "scheduled": "at other addresses, and with another rate, in every step",
-    "one None": "one of them is None in every other step, as in a mixture of experts",
+    "steady": "at the same addresses",
+    "fresh": "new in every step, as after zero_grad()",
+    "scheduled": "new, and another rate",
+    "one None": "one is None in every other step",
 }
 
 

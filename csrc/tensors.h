@@ -90,7 +90,7 @@ struct Torch {
 // garbage collector sees then who holds whom.
 class NotedObjects {
  public:
-  // In the order of hdet/optim/lists.py, _objects. `tensors`: whose memory counts.
+  // In the order of hdet/optim/lists.py, objects_in. `tensors`: whose memory counts.
   NotedObjects(const Torch& torch, const pybind11::list& objects, const std::vector<bool>& tensors)
       : torch_(torch) {
     for (size_t i = 0; i < objects.size(); ++i) {
@@ -239,8 +239,8 @@ class GradientReader {
   }
 
   static constexpr int kUnusual = -1, kMoved = 1, kRetyped = 2;
-  static constexpr std::uintptr_t kEmpty =
-      64;  // where an empty gradient lies, which is there and which nobody reads
+  // Where an empty gradient lies, which is there and which nobody reads.
+  static constexpr std::uintptr_t kEmpty = 64;
 
   // kUnusual, or a sum of what has changed since the last call. A gradient that goes or comes has
   // moved.

@@ -33,6 +33,7 @@ SLOW = (
     "adversary/",
     "faults/",
     "optim/test_dtensor.py",
+    "optim/test_release.py::test_sharded",
     "trial/test_layouts.py",
     "trial/test_no_trace.py::test_under_ddp",
     "benchmarks/",

@@ -33,7 +33,6 @@ struct EmaSettings {
   double decay;  // negative: a mean in which update n counts as n^power
   double power, warm_up, every, begin;
 };
-constexpr int kMaxEmas = 3;
 
 // Of one step and one average. Weight 0: it is left alone; 1: it becomes the parameter.
 struct alignas(8) EmaRow {

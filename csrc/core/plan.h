@@ -122,9 +122,6 @@ struct AveragePlan {
 // Formats::gradient is the type of the source, Formats::param and Formats::master are those of the
 // destination. From a set that has masters one copies those; to a set that has masters both are
 // written.
-HDET_HD constexpr Master source_master(const Formats& f) {  // split forms: others are the source
-  return static_cast<Master>(f.moments[0]);
-}
 struct CopyPlan {
   const Chunk* chunks;
   int64_t num_chunks;
@@ -133,5 +130,10 @@ struct CopyPlan {
   void* const* addresses;
   float scale;
 };
+
+// In a split form, or none: others are the source themselves.
+HDET_HD constexpr Master source_master(const Formats& f) {
+  return static_cast<Master>(f.moments[0]);
+}
 
 }  // namespace hdet

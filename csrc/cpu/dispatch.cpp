@@ -42,13 +42,14 @@ HDET_DECLARE(x86_64_v4)
 namespace {
 
 // All work on the chunks first <= i < last of a plan.
+template <class Plan>
+using Loop = void (*)(const Plan& plan, int64_t first, int64_t last);
 struct Variant {
   const char* name;
-  void (*step)(const StepPlan& plan, int64_t first, int64_t last);
-  void (*average)(const AveragePlan& plan, int64_t first, int64_t last);
-  void (*copy)(const CopyPlan& plan, int64_t first, int64_t last);
-  void (*norm)(const StepPlan& plan, int64_t first, int64_t last);
-  void (*sums)(const StepPlan& plan, int64_t first, int64_t last);
+  Loop<StepPlan> step;
+  Loop<AveragePlan> average;
+  Loop<CopyPlan> copy;
+  Loop<StepPlan> norm, sums;
 };
 #define HDET_LOOPS(isa) step_##isa, average_##isa, copy_##isa, norm_##isa, sums_##isa
 
@@ -82,10 +83,11 @@ const Variant& choose(const std::string& isa) {
                               " is not available here; choose one of: " + names);
 }
 
-// Calls loop(first, last) on consecutive shares of about equally many elements, one for each
-// thread.
-template <class Loop>
-void over_chunks(const Chunk* chunks, int64_t count, int threads, const Loop& loop) {
+// Calls the loop on consecutive shares of about equally many elements, one for each thread.
+template <class Plan>
+void over_chunks(const Plan& plan, int threads, Loop<Plan> loop) {
+  const Chunk* const chunks = plan.chunks;
+  const int64_t count = plan.num_chunks;
   if (count == 0) return;
 #ifdef _OPENMP
   const int64_t total = chunks[count - 1].begin + chunks[count - 1].length;
@@ -102,14 +104,14 @@ void over_chunks(const Chunk* chunks, int64_t count, int threads, const Loop& lo
     {
       const int share = omp_get_thread_num();
       const int shares = omp_get_num_threads();
-      loop(cut(share, shares), share + 1 == shares ? count : cut(share + 1, shares));
+      loop(plan, cut(share, shares), share + 1 == shares ? count : cut(share + 1, shares));
     }
     return;
   }
 #else
   static_cast<void>(threads);
 #endif
-  loop(0, count);
+  loop(plan, 0, count);
 }
 
 double sum_in_order(const double* partials, int64_t count) {
@@ -158,32 +160,23 @@ bool has_openmp() {
 
 void step(const StepPlan& plan, int threads, const std::string& isa) {
   const Variant& loops = choose(isa);
-  if (plan.partials != nullptr) {
-    over_chunks(plan.chunks, plan.num_chunks, threads,
-                [&](int64_t first, int64_t last) { loops.norm(plan, first, last); });
-  }
+  if (plan.partials != nullptr) over_chunks(plan, threads, loops.norm);
   prepare(plan);
   const bool skipped = plan.control->skip != 0.0f;
   if (skipped && plan.zero_gradients == 0) return;
   if (plan.num_sums > 0 && !skipped) {
-    over_chunks(plan.chunks, plan.num_chunks, threads,
-                [&](int64_t first, int64_t last) { loops.sums(plan, first, last); });
+    over_chunks(plan, threads, loops.sums);
     take_in_sums(plan);
   }
-  over_chunks(plan.chunks, plan.num_chunks, threads,
-              [&](int64_t first, int64_t last) { loops.step(plan, first, last); });
+  over_chunks(plan, threads, loops.step);
 }
 
 void average(const AveragePlan& plan, int threads, const std::string& isa) {
-  const Variant& loops = choose(isa);
-  over_chunks(plan.chunks, plan.num_chunks, threads,
-              [&](int64_t first, int64_t last) { loops.average(plan, first, last); });
+  over_chunks(plan, threads, choose(isa).average);
 }
 
 void copy(const CopyPlan& plan, int threads, const std::string& isa) {
-  const Variant& loops = choose(isa);
-  over_chunks(plan.chunks, plan.num_chunks, threads,
-              [&](int64_t first, int64_t last) { loops.copy(plan, first, last); });
+  over_chunks(plan, threads, choose(isa).copy);
 }
 
 }  // namespace hdet::cpu

@@ -1,5 +1,5 @@
-// The kernels of one rule, HDET_RULE, or of AnyRule. CMake compiles this file for
-// each of them, so that the cores of a machine share the work.
+// The kernels of one rule, HDET_RULE, or of AnyRule. CMake compiles this file for each of them, so
+// that the cores of a machine share the work.
 #include "coded.cuh"
 
 namespace hdet::cuda {
@@ -36,7 +36,9 @@ StepKernel find_kernel(const StepPlan& plan) {
       case Known::masters: return usual_kernel<Rule, Known::masters>(plan);
       case Known::split: return usual_kernel<Rule, Known::split>(plan);
       case Known::halves: return step_kernel<Rule, false, Known::halves>;
-      case Known::none: break;
+      case Known::none:
+        if constexpr (kMixes<Rule>) return step_kernel<Rule, false, Known::none>;
+        break;
     }
     HDET_UNREACHABLE
   }

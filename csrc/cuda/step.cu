@@ -11,7 +11,7 @@ StepKernel find_kernel(const StepPlan& plan) {
   return with_rule(plan.rule, [&](auto rule) {
     using Own = decltype(rule);
     if constexpr (!Own::kGeneric) {
-      if (is_usual(plan)) return kernel_for<Own>(plan);
+      if (is_usual<Own>(plan)) return kernel_for<Own>(plan);
     }
     return kernel_for<AnyRule>(plan);
   });

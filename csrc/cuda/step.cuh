@@ -451,7 +451,7 @@ constexpr int blocks_per_multiprocessor() {
 #endif
   // 768 threads have 96 KiB in flight. With more blocks than these ptxas spills.
   if (kIsAny<Rule>) return 3;
-  if (kMany) return 4;
+  if (kMany || kKnown == Known::none) return 4;
   if (kEmas) return Rule::kMoments > 2 || (kBlackwell && kKnown == Known::split) ? 4 : 5;
   if (Rule::kMoments > 2) return kKnown == Known::halves ? 5 : 4;
   if (kKnown != Known::floats || kBlackwell) return 5;
@@ -484,13 +484,18 @@ __global__ void __launch_bounds__(kStepThreads,
 
 using StepKernel = void (*)(StepPlan, Slices);
 
-// What has a kernel for each rule; but formats that are not known, and two at once of bfloat16
-// throughout, several replicas, averages over time and codes, have that of AnyRule,
-// which is the only one of generic rules.
-inline bool is_usual(const StepPlan& plan) {
-  return plan.known != Known::none && (plan.known == Known::halves) + (plan.num_replicas > 1) +
-                                              (plan.emas != nullptr) + (plan.codebooks != nullptr) <
-                                          2;
+// Gradients in float32 beside bfloat16 parameters, as Megatron keeps them, and moments in bfloat16
+// are most used with it: it has a kernel of its own for all mixtures of formats.
+template <class Rule>
+constexpr bool kMixes = std::is_same_v<Rule, AdamwRule>;
+
+// What has a kernel for each rule. Other formats, and two at once of bfloat16 throughout, several
+// replicas, averages over time and codes, have that of AnyRule, the only one of generic rules.
+template <class Rule>
+bool is_usual(const StepPlan& plan) {
+  const bool has_many = plan.num_replicas > 1, has_codes = plan.codebooks != nullptr;
+  if (plan.known == Known::none) return kMixes<Rule> && !has_many && !has_codes;
+  return (plan.known == Known::halves) + has_many + (plan.emas != nullptr) + has_codes < 2;
 }
 
 template <class Rule>

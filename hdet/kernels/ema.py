@@ -60,8 +60,6 @@ class WeightAverage:
         return decay, self.power, float(self.warm_up), float(self.every), float(self.begin)
 
 
-NUMBERS = len(WeightAverage().numbers())
-
 Given = float | WeightAverage | Sequence[float | WeightAverage] | None
 """the argument `ema` of an optimizer; a number is the decay"""
 

@@ -285,7 +285,7 @@ class FusedMuon(FusedOptimizer):
             places, groups_of = [m.place for m in matrices], sorted({m.group for m in matrices})
             made.append(Part(plan, places, groups_of, device, in_turns=True))
         # No matrix shares memory with what AdamW steps. Each kind has been looked at by itself.
-        check_apart((f"parameter {m.place}", tensor) for m in members for tensor in m.sets)
+        check_apart((f"parameter {m.number}", tensor) for m in members for tensor in m.sets)
         return made
 
     def _readings(self, matrices: Sequence[Member]) -> dict[int, Reading]:

@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ class GradientRelease:
 
     def attach(self, params: Iterable[Tensor]) -> None:
         """To those that are trained and have no hook yet; others are stepped by `step()`."""
-        hook = _weakly(self)
+        hook = weakly(self.take)
         for param in params:
             if param.requires_grad and param not in self._hooked:
                 param.register_post_accumulate_grad_hook(hook)
@@ -174,14 +174,13 @@ class GradientRelease:
         return self._norms
 
 
-def _weakly(release: GradientRelease) -> Callable[[Tensor], None]:
-    """A hook that does not keep it alive."""
-    reference = weakref.ref(release)
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that calls the method and does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
 
-    def hook(param: Tensor) -> None:
+    def hook(*args: Any) -> Any:
         found = reference()
-        if found is not None:
-            found.take(param)
+        return None if found is None else found(*args)
 
     return hook
 

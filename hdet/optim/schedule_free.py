@@ -113,7 +113,7 @@ class ScheduleFree(FusedOptimizer):
         if self.num_replicas == 1:
             return super()._parts(device, members)
         check_apart(
-            (f"{kind} {m.place}", tensor)
+            (f"{kind} {m.number}", tensor)
             for m in members
             for kind, tensors in (
                 ("parameter", m.sets),

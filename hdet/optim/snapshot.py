@@ -3,7 +3,6 @@ and in a trial."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -40,6 +39,7 @@ from .masters import (
     state_sets,
 )
 from .moment_storage import EIGHT_BIT
+from .release import weakly
 from .schedule_free import ScheduleFree
 
 __all__ = [
@@ -195,19 +195,9 @@ def attach_hook(
 
     torch's own handle cannot remove it where the garbage collector frees a run: weak references,
     of which it is one, are cleared before anything else."""
-    handle = register(_weak(hook) if isinstance(hook, MethodType) else hook)
+    handle = register(weakly(hook) if isinstance(hook, MethodType) else hook)
     hooks: Any = handle.hooks_dict_ref()
     return partial(hooks.pop, handle.id, None)
-
-
-def _weak(method: MethodType) -> Callable[..., Any]:
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        found = reference()
-        return None if found is None else found(*args)
-
-    return call
 
 
 @contextmanager
