@@ -491,8 +491,9 @@ class FusedOptimizer(Optimizer):
 
         The steps are bitwise the usual ones, but for max_grad_norm: gradients are clipped by the
         norm of the step before, as that of this one is not known yet, and each parameter's by its
-        own, too; a parameter whose norm is not finite is skipped, and others are not. With math.inf
-        norms are measured, and nothing is clipped.
+        own, too; a parameter whose norm is not finite is skipped, and others are not. The first
+        step knows no norm, also after a resume, which so is not bitwise. With math.inf norms are
+        measured, and nothing is clipped.
 
         A step is a kernel call for each parameter: some 60 us of the host's time.
 

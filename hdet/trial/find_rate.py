@@ -79,7 +79,7 @@ def find_rate(
         raise ValueError(
             "this optimizer is driven by an Ensemble: call find_rate before it is made"
         )
-    if getattr(optimizer, "release", None) is not None:
+    if any(getattr(one, "release", None) is not None for one in optimizers_in(optimizer)):
         raise ValueError("this optimizer releases gradients: call find_rate before that")
     own = simulate_rates(optimizer, scheduler, total_steps).highest
     if scheduler is None:

@@ -233,6 +233,10 @@ def test_what_is_refused() -> None:
         hdet.Ensemble(optimizer, total_steps=100)
     with pytest.raises(ValueError, match="releases gradients"):
         hdet.find_rate(model, optimizer, loss_of, batches, total_steps=100)
+    wrapper: Any = torch.optim.SGD(model.parameters())
+    wrapper.optimizer = optimizer
+    with pytest.raises(ValueError, match="releases gradients"):
+        hdet.find_rate(model, wrapper, loss_of, batches, total_steps=100)
     optimizer.zero_gradients = True
     with pytest.raises(ValueError, match="zero_gradients"):
         loss_of(model, batches[1]).backward()
