@@ -485,7 +485,7 @@ __global__ void __launch_bounds__(kStepThreads,
 using StepKernel = void (*)(StepPlan, Slices);
 
 // Gradients in float32 beside bfloat16 parameters, as Megatron keeps them, moments in bfloat16, and
-// 24 bits beside codes are most used with it: it has kernels of its own for all mixtures of formats.
+// 24 bits beside codes are most used with it: it has kernels of its own for mixtures of formats.
 template <class Rule>
 constexpr bool kMixes = std::is_same_v<Rule, AdamwRule>;
 
