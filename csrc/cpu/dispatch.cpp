@@ -86,10 +86,10 @@ const Variant& choose(const std::string& isa) {
 // Calls the loop on consecutive shares of about equally many elements, one for each thread.
 template <class Plan>
 void over_chunks(const Plan& plan, int threads, Loop<Plan> loop) {
-  const Chunk* const chunks = plan.chunks;
   const int64_t count = plan.num_chunks;
   if (count == 0) return;
 #ifdef _OPENMP
+  const Chunk* const chunks = plan.chunks;
   const int64_t total = chunks[count - 1].begin + chunks[count - 1].length;
   if (threads > 1 && total >= kParallelElements) {
     const auto cut = [=](int64_t share, int64_t shares) {

@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,8 @@ from hdet.tensors import dtensor as shards
 from . import lists
 from .step_plans import Norms, Planned
 
-if TYPE_CHECKING:
-    from .fused import FusedOptimizer
+FusedOptimizer = Any
+"""of the module that imports this one"""
 
 
 @dataclass

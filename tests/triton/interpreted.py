@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 
 import hdet
 from hdet import kernels
-from hdet.kernels import StepOptions, StepSettings, tables
+from hdet.kernels import StepOptions, StepSettings, numbers, tables
 from hdet.kernels import triton as triton_backend
 from hdet.kernels.triton import step as triton_step
 from hdet.kernels.triton import symmetric_products as symmetric
@@ -155,7 +155,9 @@ def test_numbers_of_16_bits() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         test_numbers.test_rounding_to_16_bits_and_widening_are_torchs("triton", dtype)
     test_numbers.test_split_is_exact_for_every_number_and_its_upper_half_is_the_nearest("triton")
-    test_numbers.test_a_nan_shows_in_the_upper_half_of_the_split_form("triton")
+    test_numbers.test_split24_is_the_nearest_number_of_24_bits_and_keeps_that("triton")
+    for lower in numbers.LOWER:
+        test_numbers.test_a_nan_shows_in_the_upper_half_of_the_split_form("triton", lower)
     test_numbers.test_a_parameter_that_was_set_to_zero_is_zero_whatever_its_lower_half("triton")
 
 
