@@ -34,6 +34,8 @@ SLOW = (
     "faults/",
     "optim/test_dtensor.py",
     "optim/test_release.py::test_sharded",
+    "checkpoint/test_layouts.py::test_shards_are_cut_anew",
+    "ensemble/test_agreement.py::test_what_differs_is_named",
     "trial/test_layouts.py",
     "trial/test_no_trace.py::test_under_ddp",
     "benchmarks/",
@@ -48,6 +50,11 @@ SLOW = (
 """Folders, files and tests (by how their names begin) for `make test-all`, the longest first: what
 compilers, sanitizers and interpreters prove, long searches for examples, shards of several
 processes, killed ones, and benchmarks; and what `make gpu` runs."""
+
+
+ALIKE = {"nadamw", "mars", "cautious_lion"}
+"""Rules that differ from others in their formula alone, which optim/test_against_torch.py and
+kernels/test_rules.py hold: all else of theirs is for `make test-all`."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -66,8 +73,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = item.nodeid.removeprefix("tests/")
         return next((i for i, prefix in enumerate(SLOW) if name.startswith(prefix)), len(SLOW))
 
+    def is_alike(item: pytest.Item) -> bool:
+        case = item.name.partition("[")[2].rstrip("]")
+        return not ALIKE.isdisjoint(case.split("-")) and "against_torch" not in item.nodeid
+
     for item in items:
-        if place_of(item) < len(SLOW):
+        if place_of(item) < len(SLOW) or is_alike(item):
             item.add_marker("slow")
     items.sort(key=place_of)
 
