@@ -148,9 +148,11 @@ def _split(
     settings = {key: value for key, value in group.items() if key != "params"}
     pairs = zip(named, chosen, strict=True)
     experts = {_is_expert(name) for (name, p), is_matrix in pairs if is_matrix and p.ndim > 2}
-    # of which some are experts and some are not, the group has to say it
-    read_as = {frozenset([True]): "stack", frozenset([False]): higher_dims}
-    of_muon = {"higher_dims": read_as.get(frozenset(experts))} if experts else {}
+    of_muon: dict[str, Any] = {}
+    if len(experts) == 1:
+        of_muon = {"higher_dims": "stack" if True in experts else higher_dims}
+    elif experts:  # of which some are experts and some are not, the group has to say it
+        of_muon = {"higher_dims": None}
     if len(kinds) == 1:
         return [{**of_muon, **settings, "params": entries, "use_muon": kinds[0]}]
     # what would be the setting of both
