@@ -214,6 +214,9 @@ class FusedOptimizer(Optimizer):
     release: GradientRelease | None = None
     """what steps parameters in the backward pass, after release_gradients()"""
 
+    keeps_gradients = False
+    """Do backward passes leave gradients alone, in the micro-batches before the last?"""
+
     rule: ClassVar[str]
     """by its name in hdet.rules, of which all follows that optimizers differ in"""
 
@@ -492,8 +495,8 @@ class FusedOptimizer(Optimizer):
         The steps are bitwise the usual ones, but for max_grad_norm: gradients are clipped by the
         norm of the step before, as that of this one is not known yet, and each parameter's by its
         own, too; a parameter whose norm is not finite is skipped, and others are not. The first
-        step knows no norm, also after a resume, which so is not bitwise. With math.inf norms are
-        measured, and nothing is clipped.
+        step knows no norm; the state has the last one. With math.inf norms are measured, and
+        nothing is clipped.
 
         A step is a kernel call for each parameter: some 60 us of the host's time.
 
@@ -525,12 +528,11 @@ class FusedOptimizer(Optimizer):
     def keep_gradients(self) -> Iterator[None]:
         """Inside, backward passes add up gradients and step nothing, whether they are released or
         not: for the micro-batches before the last."""
-        release = self.release or GradientRelease(self)
-        before, release.keeps = release.keeps, True
+        before, self.keeps_gradients = self.keeps_gradients, True
         try:
             yield
         finally:
-            release.keeps = before
+            self.keeps_gradients = before
 
     def check_mode(self, what: str) -> None:
         """Raises RuntimeError where the parameters are not the weights that are trained."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from .step_plans import Norms, Planned
 
 FusedOptimizer = Any
 """of the module that imports this one"""
+LAST_NORM = "global_norm"
+"""In each parameter's state: the last norm of all gradients that was finite, by which the next step
+clips; 0 where none was. 0-d float32, one tensor for all."""
 
 
 @dataclass
@@ -38,16 +42,12 @@ class GradientRelease:
     """The steps of one optimizer in its backward passes, and what `step()` says of them."""
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
-        self.keeps = False
-        """Are gradients left alone, in the micro-batches before the last?"""
         self._optimizer = weakref.ref(optimizer)
         self._hooked: set[Tensor] = set()
         self._alone: dict[Tensor, _Alone] = {}
         self._listed: list[Tensor | None] = []
         """the parameters that these were found among; None ends a group"""
         self._stepped: dict[Tensor, _Alone] = {}
-        self._known: Tensor | None = None
-        """the last norm that is finite; 0 where none was"""
         self._scale: Tensor | None = None
         """what gradients of this step are divided by, by that norm"""
         self._max_norm: float | None = None
@@ -77,13 +77,14 @@ class GradientRelease:
     def take(self, param: Tensor) -> None:
         """Steps a parameter along its gradient, which is dropped."""
         optimizer = self._optimizer()
-        if self.keeps or optimizer is None or param.grad is None:
+        if optimizer is None or optimizer.keeps_gradients or param.grad is None:
             return
         optimizer.check_mode("loss.backward() with released gradients")
         if param in self._stepped:
             raise RuntimeError(
-                "a second backward pass came before optimizer.step(), with released gradients: put "
-                "all micro-batches but the last into `with optimizer.keep_gradients():`"
+                "a second backward pass, or one after a pass that was interrupted, came before "
+                "optimizer.step(), with released gradients: put all micro-batches but the last "
+                "into `with optimizer.keep_gradients():`, and call step() after an interruption"
             )
         if not self._stepped:
             self._begin(optimizer)
@@ -109,7 +110,7 @@ class GradientRelease:
             )
         settings = optimizer._settings_of(planned)
         planned.watch.check()
-        planned.step([param.grad], [], settings, lambda _: self._options(optimizer))
+        planned.step([param.grad], [], settings, partial(self._options, optimizer))
         alone.planned, self._stepped[param], param.grad = planned, alone, None
 
     def _find(self, optimizer: FusedOptimizer, param: Tensor) -> _Alone | None:
@@ -129,14 +130,17 @@ class GradientRelease:
             self._listed = listed
         max_norm = optimizer.max_grad_norm
         self._max_norm, self._scale = max_norm, None
-        if max_norm is not None and self._known is not None and not math.isinf(max_norm):
-            # torch's clip_grad_norm_
-            self._scale = ((self._known + 1e-6) / max_norm).clamp(min=1.0)
+        if max_norm is not None and not math.isinf(max_norm):
+            states = _states(optimizer)
+            known = next((state[LAST_NORM] for state in states if LAST_NORM in state), None)
+            if known is not None:  # torch's clip_grad_norm_
+                self._scale = ((known + 1e-6) / max_norm).clamp(min=1.0)
 
-    def _options(self, optimizer: FusedOptimizer) -> StepOptions:
+    def _options(self, optimizer: FusedOptimizer, device: torch.device) -> StepOptions:
         if optimizer.zero_gradients:
             raise ValueError("zero_gradients=True keeps gradients that are released: set it False")
-        return StepOptions(grad_scale=self._scale, max_norm=self._max_norm or 0.0)
+        scale = None if self._scale is None else self._scale.to(device)
+        return StepOptions(grad_scale=scale, max_norm=self._max_norm or 0.0)
 
     def end(self, optimizer: FusedOptimizer) -> Norms | None:
         """All parameters have been stepped, those too whose gradient came in an earlier micro-batch
@@ -158,20 +162,34 @@ class GradientRelease:
         plans = [one.planned.parts[0].plan for one in stepped if one.planned is not None]
         device = plans[0].skipped.device
         self.skipped = torch.stack([plan.skipped.to(device) for plan in plans]).amax()
+        states = list(_states(optimizer))
         if self._max_norm is None:
-            self._known = None
+            for state in states:
+                state.pop(LAST_NORM, None)
             return None
         self._norms = torch.stack([plan.norm.to(device) for plan in plans])
         if self._scale is not None:
-            self._norms = self._norms * self._scale
+            self._norms = self._norms * self._scale.to(device)
         self.norm = torch.linalg.vector_norm(self._norms)
         # one that is not finite says nothing of the next
-        before = torch.zeros_like(self.norm) if self._known is None else self._known
-        self._known = torch.where(self.norm.isfinite(), self.norm, before)
+        kept = [state.get(LAST_NORM) for state in states]
+        known = next((x for x in kept if x is not None), torch.zeros_like(self.norm))
+        last = torch.where(self.norm.isfinite(), self.norm, known.to(device))
+        if all(x is known for x in kept):
+            known.copy_(last)  # plans rely on the states' objects
+        else:
+            for state in states:
+                state[LAST_NORM] = last
         return Norms(self, [one.number for one in stepped], [])
 
     def gradient_norms(self) -> Tensor:
         return self._norms
+
+
+def _states(optimizer: FusedOptimizer) -> Iterator[dict[str, Any]]:
+    """Of the parameters that have been stepped."""
+    states = (optimizer.state.get(param) for param in optimizer._listed())
+    return (state for state in states if state)
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -201,8 +202,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 
-PAIRS = list(itertools.combinations(FACTORS, 2))
-Pair = tuple[tuple[str, Any], tuple[str, Any]]
+Pair = frozenset[tuple[str, Any]]
 
 
 def allowed(choice: dict[str, Any]) -> bool:
@@ -216,15 +216,16 @@ def covering() -> list[dict[str, Any]]:
     """Combinations of the factors in which all allowed pairs of values meet: around pairs that are
     missing, of some the one with most of them."""
     rng, chosen = random.Random(0), []
-    products = (itertools.product([a], FACTORS[a], [b], FACTORS[b]) for a, b in PAIRS)
-    choices = ({a: x, b: y} for a, x, b, y in itertools.chain(*products))
-    missing = dict.fromkeys(pair for choice in choices if allowed(choice) for pair in met(choice))
+    values = ([(name, value) for value in FACTORS[name]] for name in FACTORS)
+    products = itertools.starmap(itertools.product, itertools.combinations(values, 2))
+    pairs = itertools.chain(*products)
+    missing = {frozenset(pair): None for pair in pairs if allowed(dict(pair))}
 
     def completed(pair: Pair) -> dict[str, Any]:
         choice = dict(pair)
         for name in rng.sample(list(FACTORS), len(FACTORS)):
             options = [{name: x, **choice} for x in FACTORS[name] if allowed({name: x, **choice})]
-            gains = [sum(new in missing for new in met(option, name)) for option in options]
+            gains = [sum(new in missing for new in met(option, [name])) for option in options]
             choice = options[max(range(len(options)), key=lambda i: (gains[i], rng.random()))]
         return choice
 
@@ -236,10 +237,14 @@ def covering() -> list[dict[str, Any]]:
     return chosen
 
 
-def met(choice: dict[str, Any], name: str = "") -> list[Pair]:
-    """All pairs of a combination, or those of that factor."""
-    found = [pair for pair in PAIRS if choice.keys() >= {*pair} and (not name or name in pair)]
-    return [((a, choice[a]), (b, choice[b])) for a, b in found]
+def met(choice: dict[str, Any], names: Iterable[str] = FACTORS) -> set[Pair]:
+    """The pairs of a combination with those factors in them."""
+    return {
+        frozenset([(name, choice[name]), item])
+        for name in names
+        for item in choice.items()
+        if item[0] != name
+    }
 
 
 def _formats(choice: dict[str, Any]) -> tuple[Format, ...]:

@@ -13,16 +13,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 
 import hdet
 from hdet.optim import FusedAdamW, FusedLion, FusedMuon, FusedScheduleFreeAdamW, FusedSGD
-from hdet.testing.rules import BF16, assert_equal, values
+from hdet.testing.rules import BF16, assert_equal, through_a_file, values
 from tests.distributed import run_ranks
 
-from .common import BACKENDS
+from .common import BACKENDS, plans_made
 from .sharded import model_of, train, weights
 
 SMALL: dict[str, Any] = {"master_weights": "split24", "moment_dtype": "8bit"}
@@ -144,6 +145,12 @@ def test_micro_batches(released: bool) -> None:
         b.step()
         b.zero_grad()
     assert_equal([*other.parameters(), extra[1]], [*model.parameters(), extra[0]])
+    late, _ = model_and_batches(BF16)
+    optimizer = FusedAdamW(late.parameters())
+    with optimizer.keep_gradients():
+        optimizer.release_gradients()
+        loss_of(late, batches[0]).backward()
+    assert all(p.grad is not None for p in late.parameters())
 
 
 def test_clipping_is_by_the_norm_of_the_step_before() -> None:
@@ -169,6 +176,35 @@ def test_clipping_is_by_the_norm_of_the_step_before() -> None:
         assert found == pytest.approx(dict(zip(names, norms, strict=True)), rel=1e-4)
         for one, two in zip(other.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("keeper", ["its state_dict", "distributed checkpoints"])
+def test_clipping_resumes_bitwise(keeper: str) -> None:
+    """Also after a norm that is not finite, and in another process, as it were."""
+    (_, (model, optimizer)), batches = pair(FusedAdamW, torch.float32, max_grad_norm=0.01)
+    for batch, scale in zip(batches[:3], (1.0, 3.0, math.nan), strict=True):
+        step(model, optimizer, batch, scale)
+    (_, (other, resumed)), _ = pair(FusedAdamW, torch.float32, max_grad_norm=0.01)
+    other.load_state_dict(model.state_dict())
+    if keeper == "its state_dict":
+        resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    else:
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=flat))
+        set_optimizer_state_dict(other, resumed, saved, options=flat)
+    for batch in batches[3:]:
+        with plans_made() as made:
+            step(model, optimizer, batch)
+        made.assert_not_called()
+        step(other, resumed, batch)
+        assert_equal(list(other.parameters()), list(model.parameters()))
+    assert float(optimizer.grad_norm) > 0.02, "this clips"
+    optimizer.max_grad_norm = None
+    step(model, optimizer, batches[0])
+    step(other, resumed, batches[0])  # a norm that nobody goes by is not kept
+    kept = [[key for key in of.state[p]] for of in (optimizer, resumed) for p in of.state]
+    assert {"global_norm" in keys for keys in kept[: len(kept) // 2]} == {False}
+    assert {"global_norm" in keys for keys in kept[len(kept) // 2 :]} == {True}
 
 
 CHANGES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
