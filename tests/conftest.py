@@ -34,8 +34,15 @@ SLOW = (
     "faults/",
     "optim/test_dtensor.py",
     "optim/test_release.py::test_sharded",
+    "checkpoint/test_folder.py::test_every_rank_raises_the_same_error",
     "checkpoint/test_layouts.py::test_shards_are_cut_anew",
+    "checkpoint/test_resume.py::test_resumed_run_is_the_same_run[hsdp-FusedEightBit",
+    "checkpoint/test_resume.py::test_resumed_run_is_the_same_run[shards",
+    "converge/test_ways.py::test_the_average_is_right_and_the_same_everywhere[4-bf16",
+    "converge/test_ways.py::test_the_average_is_right_and_the_same_everywhere[4-int8",
+    "converge/test_local_phases.py::test_a_run_resumes_bitwise_in_both_phases",
     "ensemble/test_agreement.py::test_what_differs_is_named",
+    "ensemble/test_agreement.py::test_what_may_differ_is_let_pass",
     "trial/test_layouts.py",
     "trial/test_no_trace.py::test_under_ddp",
     "benchmarks/",
@@ -52,9 +59,13 @@ compilers, sanitizers and interpreters prove, long searches for examples, shards
 processes, killed ones, and benchmarks; and what `make gpu` runs."""
 
 
-ALIKE = {"nadamw", "mars", "cautious_lion"}
-"""Rules that differ from others in their formula alone, which optim/test_against_torch.py and
-kernels/test_rules.py hold: all else of theirs is for `make test-all`."""
+def _is_alike(test: str, case: set[str]) -> bool:
+    """Is this case of optim/ one that differs from another in what kernels/ proves alone? Rules that
+    differ in their formula, and the steps of torch's kernels, which have the bits of the CPU's."""
+    if not test.startswith("optim/") or "against_torch" in test:
+        return False
+    of_rules = not case.isdisjoint({"nadamw", "mars", "cautious_lion"})
+    return of_rules or ("torch" in case and "adamw" not in case)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -73,12 +84,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = item.nodeid.removeprefix("tests/")
         return next((i for i, prefix in enumerate(SLOW) if name.startswith(prefix)), len(SLOW))
 
-    def is_alike(item: pytest.Item) -> bool:
-        case = item.name.partition("[")[2].rstrip("]")
-        return not ALIKE.isdisjoint(case.split("-")) and "against_torch" not in item.nodeid
-
     for item in items:
-        if place_of(item) < len(SLOW) or is_alike(item):
+        test, _, case = item.nodeid.removeprefix("tests/").rstrip("]").partition("[")
+        if place_of(item) < len(SLOW) or _is_alike(test, set(case.split("-"))):
             item.add_marker("slow")
     items.sort(key=place_of)
 

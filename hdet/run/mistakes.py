@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -76,8 +77,13 @@ def refuse_eval_mode(optimizer: Optimizer) -> None:
 def ddp_models(parameters: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
     """Those that hold some of these. Only the loop knows them, so all objects are looked at."""
     own = {id(p) for p in parameters}
-    found = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
+    kinds = set(map(id, _with_subclasses(DistributedDataParallel)))
+    found: list[Any] = [x for x in gc.get_objects() if id(type(x)) in kinds]  # of a million
     return [model for model in found if not own.isdisjoint(map(id, model.parameters()))]
+
+
+def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    return itertools.chain([kind], *map(_with_subclasses, kind.__subclasses__()))
 
 
 def refuse_join(parameters: Iterable[torch.Tensor]) -> None:
