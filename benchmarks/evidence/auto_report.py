@@ -22,6 +22,7 @@ from . import (
     paper,
     quality,
     ranks,
+    rules,
     scoreboard,
     seconds,
     votes,
@@ -35,6 +36,7 @@ PAGES = ("docs/evidence/autolr.md", "docs/evidence/replicas.md", "docs/results.m
 OTHERS: dict[str, Any] = {
     "Main job": quality, "First tries": first_tries, "More ranks": ranks, "Time": seconds,
     "Horizon": horizon, "Paper": paper, "Averages": averages, "Votes": votes,
+    "Rules": rules,
 }  # fmt: skip
 OTHER = (1500, 30_000, 100_000)
 """Lengths of which the same trials say something, too."""

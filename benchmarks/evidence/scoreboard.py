@@ -180,17 +180,9 @@ ENTRIES: dict[str, Build] = {
     "autolr-schedule-free": auto_schedule_free,
     "autolr-ema": partial(averaged, True),
     "best-guess-ema": best_guess,
-    # at their authors' default rates
-    "adopt": partial(annealed, of_groups(hdet.FusedADOPT, 1e-3)),
-    "cautious": partial(annealed, of_groups(hdet.FusedCautiousAdamW, DEFAULT)),
-    "lion": partial(annealed, of_groups(hdet.FusedLion, 1e-4)),
-    "cautious-lion": partial(annealed, of_groups(hdet.FusedCautiousLion, 1e-4)),
-    "mars": partial(annealed, of_groups(hdet.FusedMARS, 3e-3)),
-    "adan": partial(annealed, of_groups(hdet.FusedAdan, 1e-3)),
 }
-RULES = ("adopt", "cautious", "lion", "cautious-lion", "mars", "adan")
 WITHOUT_START = ("lr-find", "prodigy")
-AT_DEFAULT = ("nadamw", "greedy", "autolr-nadamw", "autolr-muon", *RULES)
+AT_DEFAULT = ("nadamw", "greedy", "autolr-nadamw", "autolr-muon")
 """Not run from far away, for the time that they take."""
 
 
@@ -207,7 +199,7 @@ def gaps_of(records: Sequence[Record]) -> dict[Cell, float]:
     for lot in grouped(records, "workload", "seed").values():
         worst = lot[0]["untrained"]
         best = min(reached(record["validation"], worst) for record in lot)
-        for record in sorted(lot, key=lambda record: list(ENTRIES).index(record["method"])):
+        for record in lot:
             # if nobody has learned anything, all lack everything
             lack = gap(record["validation"], best, worst) if best < worst else 100
             cell = record["workload"], record["method"], record["exponent"]
@@ -216,9 +208,9 @@ def gaps_of(records: Sequence[Record]) -> dict[Cell, float]:
 
 
 def by_workload(gaps: dict[Cell, float]) -> str:
-    workloads, methods = ({cell[place]: cell[place] for cell in gaps} for place in (0, 1))
+    workloads = {workload: workload for workload, _, _ in gaps}
     shown = lambda workload, method: f"{gaps[workload, method, 0]:.1f}"
-    return crossed("workload", workloads, methods, shown)
+    return crossed("workload", workloads, _methods(gaps), shown)
 
 
 def by_start(gaps: dict[Cell, float]) -> str:
@@ -232,7 +224,12 @@ def by_start(gaps: dict[Cell, float]) -> str:
         found = [gaps[key] for key in gaps if key[1] == method and key[2] in among]
         return f"{of(found):.1f}" if found else ""
 
-    return crossed("", {method: method for _, method, _ in gaps}, columns, cell)
+    return crossed("", _methods(gaps), columns, cell)
+
+
+def _methods(gaps: dict[Cell, float]) -> dict[str, str]:
+    ran = {method for _, method, _ in gaps}
+    return {method: method for method in ENTRIES if method in ran}
 
 
 def table(records: Sequence[Record]) -> str:
