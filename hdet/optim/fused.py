@@ -39,7 +39,7 @@ from .masters import (
     state_sets,
 )
 from .moment_storage import Dtype, are_coded, dtype_for
-from .release import GradientRelease
+from .release import GradientRelease, forget_norm
 from .state import Layout, of_each, replicas_for
 from .step_plans import Hyper, Member, Norms, Part, Planned
 
@@ -430,6 +430,7 @@ class FusedOptimizer(Optimizer):
                 "capturing it"
             )
         chosen = set(range(len(params))).difference(absent).union(kept)
+        forget_norm(self)
         return self._plan(params, sized, sorted(chosen), self.state)
 
     def _plan(

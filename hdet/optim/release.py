@@ -18,13 +18,11 @@ from hdet.kernels import StepOptions
 from hdet.tensors import dtensor as shards
 
 from . import lists
+from .masters import LAST_NORM
 from .step_plans import Norms, Planned
 
 FusedOptimizer = Any
 """of the module that imports this one"""
-LAST_NORM = "global_norm"
-"""In each parameter's state: the last norm of all gradients that was finite, by which the next step
-clips; 0 where none was. 0-d float32, one tensor for all."""
 
 
 @dataclass
@@ -162,16 +160,15 @@ class GradientRelease:
         plans = [one.planned.parts[0].plan for one in stepped if one.planned is not None]
         device = plans[0].skipped.device
         self.skipped = torch.stack([plan.skipped.to(device) for plan in plans]).amax()
-        states = list(_states(optimizer))
         if self._max_norm is None:
-            for state in states:
-                state.pop(LAST_NORM, None)
+            forget_norm(optimizer)
             return None
         self._norms = torch.stack([plan.norm.to(device) for plan in plans])
         if self._scale is not None:
             self._norms = self._norms * self._scale.to(device)
         self.norm = torch.linalg.vector_norm(self._norms)
         # one that is not finite says nothing of the next
+        states = list(_states(optimizer))
         kept = [state.get(LAST_NORM) for state in states]
         known = next((x for x in kept if x is not None), torch.zeros_like(self.norm))
         last = torch.where(self.norm.isfinite(), self.norm, known.to(device))
@@ -184,6 +181,12 @@ class GradientRelease:
 
     def gradient_norms(self) -> Tensor:
         return self._norms
+
+
+def forget_norm(optimizer: FusedOptimizer) -> None:
+    """Steps that do not go by it would leave that of long ago to a run that does."""
+    for state in _states(optimizer):
+        state.pop(LAST_NORM, None)
 
 
 def _states(optimizer: FusedOptimizer) -> Iterator[dict[str, Any]]:
