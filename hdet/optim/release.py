@@ -50,6 +50,8 @@ class GradientRelease:
         """what gradients of this step are divided by, by that norm"""
         self._max_norm: float | None = None
         """of this step, from its first gradient on"""
+        self._written: list[Any] = []
+        """what groups said then, and that"""
         self.norm: Tensor | None = None
         self.skipped: Tensor | None = None
         """of the last step, as a StepPlan's; was any parameter skipped?"""
@@ -126,7 +128,7 @@ class GradientRelease:
         if not lists.same(listed, self._listed):
             self.forget()
             self._listed = listed
-        max_norm = optimizer.max_grad_norm
+        max_norm, self._written = optimizer.max_grad_norm, _written(optimizer)
         self._max_norm, self._scale = max_norm, None
         if max_norm is not None and not math.isinf(max_norm):
             states = _states(optimizer)
@@ -147,6 +149,12 @@ class GradientRelease:
             raise RuntimeError(
                 "a GradScaler scales gradients that are released before it can unscale them: train "
                 "in bfloat16 without one, or do not release gradients"
+            )
+        if self._stepped and self._written != _written(optimizer):
+            raise RuntimeError(
+                "a rate, another setting of a parameter group, or max_grad_norm was written after "
+                "loss.backward(), in which parameters are stepped: gradients are released; write "
+                "it before loss.backward(), or after optimizer.step()"
             )
         for param in optimizer._listed():
             if param.grad is not None:
@@ -193,6 +201,13 @@ def _states(optimizer: FusedOptimizer) -> Iterator[dict[str, Any]]:
     """Of the parameters that have been stepped."""
     states = (optimizer.state.get(param) for param in optimizer._listed())
     return (state for state in states if state)
+
+
+def _written(optimizer: FusedOptimizer) -> list[Any]:
+    """Settings, by which a step is done; of a tensor what counts writes to it."""
+    values = [optimizer._values(optimizer._rule_of(g), g) for g in optimizer.param_groups]
+    marks = [[(id(x), x._version) if isinstance(x, Tensor) else x for x in row] for row in values]
+    return [optimizer.max_grad_norm, *marks]
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:

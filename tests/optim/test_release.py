@@ -291,6 +291,12 @@ def test_what_is_refused() -> None:
     wrapper.optimizer = optimizer
     with pytest.raises(ValueError, match="releases gradients"):
         hdet.find_rate(model, wrapper, loss_of, batches, total_steps=100)
+    loss_of(model, batches[1]).backward()
+    optimizer.param_groups[1]["lr"] *= 0.5  # as loops do that have their own schedule
+    with pytest.raises(RuntimeError, match="was written after loss.backward"):
+        optimizer.step()
+    optimizer.param_groups[1]["lr"] *= 2
+    optimizer.step()
     optimizer.zero_gradients = True
     with pytest.raises(ValueError, match="zero_gradients"):
         loss_of(model, batches[1]).backward()
