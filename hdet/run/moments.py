@@ -240,17 +240,13 @@ def _dtype_without_mean(tensor: torch.Tensor) -> torch.dtype | None:
 
 
 def follows_gradients(optimizer: Optimizer) -> bool:
-    """Is its state known to follow from gradients alone, not from rates or parameters?"""
+    """Is its state known to follow from gradients alone, not from rates or parameters? Decay that
+    would be part of the gradient may be 0 now, and scheduled."""
     others = (ASGD, LBFGS, Rprop)
     every = [inner_optimizer(one) for one in optimizers_in(optimizer)]
     return all(
-        is_known(one) and not isinstance(one, others) and not _decays_gradients(one)
+        is_known(one)
+        and not isinstance(one, others)
+        and not any(is_coupled(one, i) for i in range(len(one.param_groups)))
         for one in every
-    )
-
-
-def _decays_gradients(optimizer: Optimizer) -> bool:
-    groups = enumerate(optimizer.param_groups)
-    return any(
-        group.get("weight_decay", 0) != 0 and is_coupled(optimizer, i) for i, group in groups
     )
