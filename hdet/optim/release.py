@@ -156,9 +156,14 @@ class GradientRelease:
                 "loss.backward(), in which parameters are stepped: gradients are released; write "
                 "it before loss.backward(), or after optimizer.step()"
             )
-        for param in optimizer._listed():
-            if param.grad is not None:
-                self.take(param)
+        with_gradient = [param for param in optimizer._listed() if param.grad is not None]
+        if not self._stepped.keys().isdisjoint(with_gradient):
+            raise RuntimeError(
+                "a parameter that was stepped in loss.backward() has a gradient again: "
+                "DistributedDataParallel puts them back, also in one process; leave it out"
+            )
+        for param in with_gradient:
+            self.take(param)
         if not self._stepped:
             raise RuntimeError(
                 "optimizer.step() came without loss.backward() before it, in which parameters are "

@@ -297,6 +297,16 @@ def test_what_is_refused() -> None:
         optimizer.step()
     optimizer.param_groups[1]["lr"] *= 2
     optimizer.step()
+    # as DistributedDataParallel does in one process
+    handle = model[0].weight.register_post_accumulate_grad_hook(
+        lambda p: setattr(p, "grad", torch.ones_like(p))
+    )
+    loss_of(model, batches[1]).backward()
+    with pytest.raises(RuntimeError, match="DistributedDataParallel puts them back"):
+        optimizer.step()
+    handle.remove()
+    optimizer.zero_grad()
+    optimizer.step()
     optimizer.zero_gradients = True
     with pytest.raises(ValueError, match="zero_gradients"):
         loss_of(model, batches[1]).backward()
