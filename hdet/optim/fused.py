@@ -459,7 +459,8 @@ class FusedOptimizer(Optimizer):
             for part in self._parts(device, [members[i] for i in places])
         ]
         parts.sort(key=lambda part: part.in_turns)  # last: kernels may still refuse
-        return Planned(params, sized, parts, members, states, entries, container)
+        numbers = range(first, first + len(params))
+        return Planned(params, sized, parts, members, states, entries, container, numbers)
 
     def _parts(self, device: torch.device, members: list[Member]) -> list[Part]:
         """Plans for parameters of one device."""
