@@ -91,6 +91,7 @@ SETTINGS: dict[Any, list[tuple[Any, ...]]] = {
         ("higher_dims='conv' of .* choose", {"higher_dims": "conv"}, PAIR),
         ("1, 3, 5.*say higher_dims", {**NO_VECTORS, "higher_dims": "flatten"}, EXPERTS_AND_OTHERS),
         ("splits=2 of parameter 0 of .* its 3 rows or 2 columns", {"splits": 2}, [MATRIX]),
+        ("splits=tensor.*a list of wh", {"splits": torch.tensor([1, 2])}, [MATRIX]),
         (r"splits=\(3, 3\) .* its 3 rows or 2 columns", {"splits": (3, 3)}, [MATRIX]),
         ("splits names 'qkv', which is no matrix", {"splits": {"qkv": (1, 2)}}, [("w", MATRIX)]),
         ("splits names 'w', .* has none with a name", {"splits": {"w": (1, 2)}}, [MATRIX]),
