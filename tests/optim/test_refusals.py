@@ -21,6 +21,7 @@ from hdet.optim import (
     POLAR_EXPRESS,
     FusedAdam,
     FusedAdamW,
+    FusedADOPT,
     FusedLion,
     FusedMuon,
     FusedNAdamW,
@@ -379,6 +380,8 @@ def test_damaged_states_leave_the_optimizer_as_it_was(rule: str, message: str) -
         (NAdam, FusedNAdamW, "amsgrad"),
         (RAdam, FusedAdamW, "amsgrad"),
         (FusedAdamW, FusedScheduleFreeAdamW, ""),
+        (FusedADOPT, FusedAdamW, "exp_avg"),  # a step of it would be 1e4 times too long
+        (FusedAdamW, FusedADOPT, "exp_avg_normed"),
         (Adam, FusedLion, None),
     ],
 )
