@@ -33,8 +33,7 @@ class _Alone:
 
     number: int
     """among all parameters"""
-    sizes: list[int]
-    """of the groups, which have this parameter alone"""
+    group: int
     planned: Planned | None = None
 
 
@@ -91,9 +90,10 @@ class GradientRelease:
         alone = self._alone.get(param) or self._find(optimizer, param)
         if alone is None:
             return
+        # as if the groups had no other parameter
         sized = [
-            (size, optimizer._rule_of(group).kind(group))
-            for size, group in zip(alone.sizes, optimizer.param_groups, strict=True)
+            (int(i == alone.group), optimizer._rule_of(group).kind(group))
+            for i, group in enumerate(optimizer.param_groups)
         ]
         planned, state = alone.planned, optimizer.state[param]
         if (
@@ -115,12 +115,11 @@ class GradientRelease:
 
     def _find(self, optimizer: FusedOptimizer, param: Tensor) -> _Alone | None:
         """None: it is in no group any more."""
-        found = [i for i, one in enumerate(optimizer._listed()) if one is param]
-        if not found:
-            return None
-        sizes = [sum(p is param for p in group["params"]) for group in optimizer.param_groups]
-        made = self._alone[param] = _Alone(found[0], sizes)
-        return made
+        groups = enumerate(optimizer.param_groups)
+        placed = [(one, i) for i, group in groups for one in group["params"]]
+        for number, (one, i) in enumerate(placed):
+            self._alone.setdefault(one, _Alone(number, i))
+        return self._alone.get(param)
 
     def _begin(self, optimizer: FusedOptimizer) -> None:
         """A step; groups may have been written to since the last one."""
