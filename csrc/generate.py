@@ -1,8 +1,9 @@
-"""Prints the update rules of hdet/rules in C++ and in Triton, and the classes of their optimizers:
-python csrc/generate.py
+"""Prints the update rules of hdet/rules in C++ and in Triton, and the classes of their optimizers.
 
-Writes csrc/core/rules.h, triton_kernels/rules.py, hdet/optim/classes.py and its lines of
-hdet/__init__.pyi, which are committed; tests/kernels/test_rules.py prints them again and compares.
+python csrc/generate.py        writes triton_kernels/rules.py, hdet/optim/classes.py and its lines
+                               of hdet/__init__.pyi, which are committed;
+                               tests/kernels/test_rules.py prints them again and compares
+python csrc/generate.py --cpp  prints rules.h, which each build makes for itself
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from pathlib import Path
 from typing import ClassVar
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # of a checkout, and of a source distribution
 
 from hdet.rules import COUPLED, DIGEST, RULES, SCALARS, Rule, StepSettings
 from hdet.rules.trace import Scalar, Tensor, parts, walk
 
-HEADER, MODULE = ROOT / "csrc/core/rules.h", ROOT / "triton_kernels/rules.py"
+MODULE = ROOT / "triton_kernels/rules.py"
 CLASSES, STUB = ROOT / "hdet/optim/classes.py", ROOT / "hdet/__init__.pyi"
 NOTE = "Printed by csrc/generate.py from hdet/rules: change that, and print again."
 FIELDS = [name for name in StepSettings._fields if name != "multipliers"]
@@ -220,7 +221,7 @@ struct {_class(rule.name)} {{{note}
             )
         )
         return f"""\
-// {NOTE}
+// Printed by csrc/generate.py from hdet/rules, for one build.
 //
 // Of each rule: how many moments it keeps, which have a sign, which are float32 in any case, and
 // whether some, averages of squares, have no sign; whether decay is part of its gradient, whether
@@ -230,8 +231,6 @@ struct {_class(rule.name)} {{{note}
 // asks for sums over a tensor what is summed (terms). `g` is scaled (HyperRow::gradient_scale); `p`
 // is 0 where several replicas share u.
 #pragma once
-
-#include "arithmetic.h"
 
 namespace hdet {{
 
@@ -272,13 +271,13 @@ HDET_HD void derive_scalars(
     Rule rule, const GroupSettings& h, uint32_t step, double rate, const Whole& whole, float* s) {{
   switch (rule) {{
 {scalars}  }}
-  HDET_UNREACHABLE
+  __builtin_unreachable();
 }}
 
 HDET_HD double derive_divisor(Rule rule, const GroupSettings& h, uint32_t step) {{
   switch (rule) {{
 {divisor}  }}
-  HDET_UNREACHABLE
+  __builtin_unreachable();
 }}
 
 // call(a rule's struct)
@@ -287,7 +286,7 @@ template <class Call>
 HDET_HD auto with_rule(Rule rule, const Call& call) {{
   switch (rule) {{
 {each}  }}
-  HDET_UNREACHABLE
+  __builtin_unreachable();
 }}
 
 }}  // namespace hdet
@@ -366,7 +365,7 @@ def {name}(row, {", ".join(rule.trace.inputs)}):
 
         loads = (f"        tl.load(source + {i}, mask=live, other=0)," for i in range(len(FIELDS)))
         return f'''\
-"""The update rules on blocks of elements, with the operations of csrc/core/rules.h in their order.
+"""The update rules on blocks of elements, with the operations of the C++ in their order.
 
 {NOTE}
 """
@@ -537,12 +536,13 @@ def _with_classes(stub: str) -> str:
 
 
 def texts() -> dict[Path, str]:
-    return {
-        HEADER: _wrapped(Cpp().file()), MODULE: Triton().file(), CLASSES: Optimizers().file(),
-        STUB: _with_classes(STUB.read_text(encoding="utf-8")),
-    }  # fmt: skip
+    stub = _with_classes(STUB.read_text(encoding="utf-8"))
+    return {MODULE: Triton().file(), CLASSES: Optimizers().file(), STUB: stub}
 
 
 if __name__ == "__main__":
-    for path, text in texts().items():
-        path.write_text(text, encoding="utf-8")
+    if sys.argv[1:] == ["--cpp"]:
+        print(_wrapped(Cpp().file()), end="")
+    else:
+        for path, text in texts().items():
+            path.write_text(text, encoding="utf-8")
