@@ -27,8 +27,8 @@ def nvcc() -> str | None:
 
 
 def include_rules(folder: Path) -> str:
-    """A compiler's flag: rules.h is printed into this folder, as a build has it."""
-    printed = [sys.executable, str(ROOT / "csrc" / "generate.py"), "--cpp"]
+    """A compiler's flag: rules.h is printed into this folder, as pip's build does: without torch."""
+    printed = [sys.executable, "-IS", str(ROOT / "csrc" / "generate.py"), "--cpp"]
     with (folder / "rules.h").open("w") as file:
         subprocess.run(printed, stdout=file, check=True)
     return f"-I{folder}"
