@@ -136,6 +136,9 @@ class Cpp(Language):
     scalar_calls: ClassVar = {"sqrt": "square_root", "exp": "exponential", "log": "logarithm"}
     tensor_calls = scalar_calls
     row_format = "s{}"
+    of_group = "[[maybe_unused]] const GroupSettings& h, [[maybe_unused]] uint32_t step"
+    of_tensor = "[[maybe_unused]] double rate, [[maybe_unused]] const Whole& whole"
+    """parameters of what is derived"""
 
     def number(self, x: float) -> str:
         return repr(x) if math.isfinite(x) else "__builtin_huge_val()"
@@ -146,10 +149,7 @@ class Cpp(Language):
     def rule(self, rule: Rule) -> str:
         traced = rule.trace
         lines, (u, *moments) = self.statements(rule, (traced.direction, *traced.moments))
-        names = traced.inputs[2:]
-        outs = dict(zip(names, moments, strict=True))
         named, scalars = self.scalars(rule)
-        divisor = bare(self.scalar(traced.divisor))
         facts = {
             "kSquares": not all(rule.signed),
             "kCoupled": rule.coupled,
@@ -159,9 +159,6 @@ class Cpp(Language):
         }
         signed = sum(one << j for j, one in enumerate(rule.signed))
         exact = sum((name in rule.exact) << j for j, name in enumerate(rule.moments))
-        news = {f"new_{name}": text for name, text in outs.items() if text not in lines}
-        stored = [text if text in lines else f"new_{name}" for name, text in outs.items()]
-        made = {**lines, **news, "u": u}
         note = "  // no kernels of its own" if rule.generic else ""
         return f"""\
 struct {_class(rule.name)} {{{note}
@@ -170,41 +167,36 @@ struct {_class(rule.name)} {{{note}
   HDET_HD constexpr bool is_signed(int moment) {{ return ({signed} >> moment & 1) != 0; }}
   HDET_HD constexpr bool is_exact(int moment) {{ return ({exact} >> moment & 1) != 0; }}
 
-  HDET_HD void derive({_parameters([*named.values(), *scalars], "rate", "whole.")}, float* s) {{
+  HDET_HD void derive({self.of_group}, {self.of_tensor}, float* s) {{
 {_lines(f"    const double {name} = {text};" for name, text in named.items())}\
 {_lines(f"    s[{i}] = static_cast<float>({text});" for i, text in enumerate(scalars))}  }}
-  HDET_HD double divisor({_parameters([divisor])}) {{
-    return {divisor};
-  }}
+  HDET_HD double divisor({self.of_group}) {{ return {bare(self.scalar(traced.divisor))}; }}
 
-{self.elements(rule, "float direction", "", made.values())}\
-{_lines(f"    const float {n} = {text};" for n, text in made.items())}\
-{_lines(f"    moments[{j}] = {text};" for j, text in enumerate(stored))}\
+{self.elements(rule, "float direction", "", {**lines, "u": u})}\
+{_lines(f"    moments[{j}] = {text};" for j, text in enumerate(moments))}\
     return u;
   }}
 {self.terms(rule)}}};
 """
 
-    def elements(self, rule: Rule, name: str, more: str, texts: Iterable[str]) -> str:
-        """The head of a function of one element, and what `texts` read."""
-        read = set(re.findall(r"\b\w+\b", " ".join(texts)))
+    def elements(self, rule: Rule, name: str, more: str, lines: dict[str, str]) -> str:
+        """A function of one element, as far as the last of these lines."""
         g, param, *moments = rule.trace.inputs
-        scalars = [f"s{i}" for i in range(len(rule.trace.scalars)) if f"s{i}" in read]
-        inputs = {one: f"moments[{j}]" for j, one in enumerate(moments) if one in read}
-        taken = ", ".join(f"float {one if one in read else f'/*{one}*/'}" for one in (g, param))
-        loads = [[f"{s} = row.s[{s[1:]}]" for s in scalars], map(" = ".join, inputs.items())]
+        taken = f"[[maybe_unused]] float {g}, [[maybe_unused]] float {param}"
+        loads = {f"s{i}": f"row.s[{i}]" for i in range(len(rule.trace.scalars))}
+        loads |= {name: f"moments[{j}]" for j, name in enumerate(moments)}
+        each = {**loads, **lines}.items()
         return f"""\
   template <class Moments>
   HDET_HD {name}(const HyperRow& row, {taken}, const Moments& moments{more}) {{
-{_lines(f"    const float {', '.join(line)};" for line in loads)}"""
+{_lines(f"    [[maybe_unused]] const float {name} = {text};" for name, text in each)}"""
 
     def terms(self, rule: Rule) -> str:
         if not rule.trace.sums:
             return ""
         lines, terms = self.statements(rule, rule.trace.sums)
         return f"""
-{self.elements(rule, "void terms", ", float* terms", [*lines.values(), *terms])}\
-{_lines(f"    const float {n} = {text};" for n, text in lines.items())}\
+{self.elements(rule, "void terms", ", float* terms", lines)}\
 {_lines(f"    terms[{i}] = {text};" for i, text in enumerate(terms))}\
   }}
 """
@@ -291,17 +283,6 @@ HDET_HD auto with_rule(Rule rule, const Call& call) {{
 
 }}  // namespace hdet
 """
-
-
-def _parameters(texts: list[str], *more: str) -> str:
-    """Of what is derived: names that no text reads are comments."""
-    names = [
-        name if any(name in text for text in texts) else f"/*{name}*/"
-        for name in ("h.", "step", *more)
-    ]
-    kinds = {"h.": "const GroupSettings&", "step": "uint32_t", "whole.": "const Whole&"}
-    types = [kinds.get(name, "double") for name in ("h.", "step", *more)]
-    return ", ".join(f"{t} {n.replace('.', '')}" for t, n in zip(types, names, strict=True))
 
 
 class Triton(Language):
@@ -437,18 +418,6 @@ def terms(row, g, p, moments, RULE: tl.constexpr):
 '''
 
 
-def _wrapped(text: str) -> str:
-    """Lines of C++ in 100 columns, broken at spaces, but not beside = nor after a type."""
-
-    def wrapped(line: str) -> str:
-        indent = " " * (len(line) - len(line.lstrip()) + 4)
-        glued = re.sub(r"(?<=\w[&*]) ", "\0", line.replace(" = ", "\0=\0"))
-        parts = textwrap.wrap(glued, 100, subsequent_indent=indent, break_on_hyphens=False)
-        return "\n".join(parts).replace("\0", " ")
-
-    return _lines(map(wrapped, text.splitlines()))
-
-
 def _put(place: int, text: str) -> str:
     """Stores a scalar, which has a line of its own if it is long."""
     line = f"    put({text}, s + {place}, live)"
@@ -542,7 +511,7 @@ def texts() -> dict[Path, str]:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--cpp"]:
-        print(_wrapped(Cpp().file()), end="")
+        print(Cpp().file(), end="")
     else:
         for path, text in texts().items():
             path.write_text(text, encoding="utf-8")

@@ -27,7 +27,7 @@ def nvcc() -> str | None:
 
 
 def include_rules(folder: Path) -> str:
-    """A compiler's flag: rules.h is printed into this folder, as pip's build does: without torch."""
+    """A compiler flag: rules.h is printed into this folder, as pip's build does, without torch."""
     printed = [sys.executable, "-IS", str(ROOT / "csrc" / "generate.py"), "--cpp"]
     with (folder / "rules.h").open("w") as file:
         subprocess.run(printed, stdout=file, check=True)
