@@ -38,17 +38,19 @@ class _Alone:
 
 
 class GradientRelease:
-    """The steps of one optimizer in its backward passes, and what `step()` says of them."""
+    """Steps one optimizer's parameters in backward passes; its `step()` calls `end`."""
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._hooked: set[Tensor] = set()
         self._alone: dict[Tensor, _Alone] = {}
+        """all parameters of the groups, from the first that is stepped on"""
         self._listed: list[Tensor | None] = []
-        """the parameters that these were found among; None ends a group"""
+        """the same, in turn; None ends a group"""
         self._stepped: dict[Tensor, _Alone] = {}
+        """since the last `step()`"""
         self._scale: Tensor | None = None
-        """what gradients of this step are divided by, by that norm"""
+        """what gradients of this step are divided by, so that the last norm is clipped"""
         self._max_norm: float | None = None
         """of this step, from its first gradient on"""
         self.norm: Tensor | None = None
@@ -122,7 +124,7 @@ class GradientRelease:
         return self._alone.get(param)
 
     def _begin(self, optimizer: FusedOptimizer) -> None:
-        """A step; groups may have been written to since the last one."""
+        """The first gradient of a step is there."""
         listed = [x for group in optimizer.param_groups for x in (*group["params"], None)]
         if not lists.same(listed, self._listed):
             self.forget()
