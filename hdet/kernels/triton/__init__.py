@@ -11,8 +11,8 @@ from torch import Tensor
 from ...tensors.profiling import ranged
 from ...triton_kernels.average import AverageVariant, average
 from ..checks import check_shares
+from ..copies import TorchCopyPlan
 from ..interface import Column
-from ..reference import TorchCopyPlan
 from ..tables import address_table, chunks_of, formats
 from .launch import Memory, block_for, registers_for, slices_of, split_by_format, vector_of
 from .step import TritonStepPlan
@@ -59,4 +59,4 @@ class TritonBackend:
     name = "triton"
     step_plan = TritonStepPlan
     average_plan = TritonAveragePlan
-    copy_plan = TorchCopyPlan
+    copy_plan = TorchCopyPlan  # a call for all tensors, too
