@@ -310,11 +310,9 @@ def check_pairs(
         for name, tensor in ((f"source {i}", source), (f"destination {i}", destination)):
             if not any_layout:
                 check_tensor(tensor, name, device)
-            elif (
-                not device_of(tensor, name)
-                or tensor.layout != torch.strided
-                or not tensor.is_floating_point()
-            ):
+                continue
+            device_of(tensor, name)  # refuses what is no tensor
+            if tensor.layout != torch.strided or not tensor.is_floating_point():
                 raise TypeError(
                     f"{name} ({tensor.dtype}, {tensor.layout}) must be a dense tensor of floating "
                     "point: use .to_dense()"
