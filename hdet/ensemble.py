@@ -456,10 +456,14 @@ class Ensemble:
         self.search.check_state(given)
         return given
 
-    def shares_gradients_after(self, state: Any) -> bool:
-        """Once this state is loaded, do all replicas step with one gradient? Raises ValueError for
-        one that does not say."""
-        return self.sync.gradients != "local" or not self._engine.may_differ_after(state)
+    @property
+    def shares_moments(self) -> bool:
+        """Do all replicas have one state of the optimizer after `converge`, wherever in a cycle?"""
+        return self.sync.gradients != "local" and self.sync.moments != "reset"
+
+    def shares_moments_after(self, state: Any) -> bool:
+        """Once this state is loaded? Raises ValueError for one that does not say."""
+        return self.shares_moments or not self._engine.may_differ_after(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a run, on all ranks alike. Load parameters, buffers and optimizer too, in any

@@ -72,8 +72,8 @@ def load(root: str | os.PathLike[str], state: RunState, *, missing: int | None =
 class SavedState:
     """What a verified checkpoint holds for this rank.
 
-    Rank m of replica r takes what rank m of replica r held, modulo the saved numbers. Where the run
-    goes on with shared gradients, all take the optimizer's state of replica 0.
+    Rank m of replica r takes what rank m of replica r held, modulo the saved numbers. Where all
+    replicas share one state of the optimizer, they take that of replica 0.
     """
 
     def __init__(self, run: RunState, folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -94,7 +94,7 @@ class SavedState:
         self.ours = Inventory(run)
         self._check_model(own, is_cut_alike=replicas.members == members)
         ensemble = decode(own.parts["ensemble"], partial(self._read_tensor, own))
-        if run.ensemble.shares_gradients_after(ensemble):
+        if run.ensemble.shares_moments_after(ensemble):
             holders["optimizer"] = SavedRank(*place, member, members)
         self.parts = {
             part: decode(rank.parts[part], partial(self._read_tensor, rank))

@@ -109,13 +109,13 @@ class Inventory:
         self.averaged = {name_of[i]: p for i, p in averaged.items() if i in stepped}
         others = {name: t for name, t in self.tensors.items() if id(t) not in averaged}
         self.own_buffers = {n for n, t in others.items() if not isinstance(t, nn.Parameter)}
-        self._shares_gradients = run.ensemble.sync.gradients != "local"
+        self._shares_moments = run.ensemble.shares_moments
 
     def is_shared(self, tensor: str) -> bool:
         """Do all replicas hold the stored tensor of that name alike after a converge?"""
         part, _, name = tensor.partition(".")
         if part == "optimizer":
-            return self._shares_gradients
+            return self._shares_moments
         return part == "average" or (part == "model" and name not in self.own_buffers)
 
 

@@ -34,7 +34,7 @@ class StepTensors:
     masters: K lists. None for a parameter without one; float32: the parameter is its rounded copy;
         int16: the lower half of a bfloat16 parameter's exact float32 value; int8: the first 8 bits
         of it, of a value of 24 bits (the split forms, csrc/core/numbers.h).
-    ids: numbers of the tensors for stochastic rounding, default their positions.
+    ids: numbers of the tensors in messages and for stochastic rounding, default their positions.
     stochastic: the seed of stochastic rounding of bfloat16 parameters without a master, values of
         24 bits and bfloat16 second moments; None rounds to nearest.
     first_replica: number of the first of the K replicas, for random numbers.
@@ -65,6 +65,11 @@ class StepTensors:
     @property
     def num_groups(self) -> int:
         return 1 + max(self.groups)
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """`ids`, or positions."""
+        return range(len(self.params[0])) if self.ids is None else self.ids
 
     def coded(self) -> list[int]:
         """The tensors whose moments are codes."""

@@ -181,12 +181,12 @@ class WeightDecay(_OfGroups):
         kind = ProductKnob if self.product else GroupKnob
         knobs = self._bind(optimizer, "weight_decay", Meaning(), kind)
         for knob in knobs:
-            is_coupled = any(_is_coupled(optimizer, i) for i in knob.indices)
-            knob.meaning = Meaning(moments_diverge=is_coupled)
+            enters = any(is_coupled(optimizer, i) for i in knob.indices)
+            knob.meaning = Meaning(moments_diverge=enters)
         return knobs
 
 
-def _is_coupled(optimizer: Optimizer, index: int) -> bool:
+def is_coupled(optimizer: Optimizer, index: int) -> bool:
     """Does decay enter the moments, as far as is known? For other libraries' optimizers it is not
     known, and most are decoupled."""
     group = optimizer.param_groups[index]

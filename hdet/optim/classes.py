@@ -35,15 +35,15 @@ class FusedADOPT(FusedOptimizer):
     With gradient g, step count t and rate r = lr * multiplier (Eq. 2), from t = 2 on::
 
         c = clip(g / max(sqrt(v), eps), (t - 1)^0.25)
-        m = beta1 * m + (1 - beta1) * c             exp_avg
+        m = beta1 * m + (1 - beta1) * c             exp_avg_normed
         v = beta2 * v + (1 - beta2) * g^2           exp_avg_sq
         p = p * (1 - r * weight_decay) - r * m
 
     The first step only sets v = g^2: the parameter does not change, nor does it decay.
 
     Args:
-        others: as FusedAdamW. The step of a loaded state counts; FusedAdamW's exp_avg is of another
-            kind.
+        others: as FusedAdamW, whose average is of gradients in their own unit, so that neither's
+            state loads into the other.
 
     Raises ValueError or TypeError as FusedAdamW.
 

@@ -39,7 +39,7 @@ from .masters import (
     state_sets,
 )
 from .moment_storage import Dtype, are_coded, dtype_for
-from .release import GradientRelease
+from .release import GradientRelease, forget_norm
 from .state import Layout, of_each, replicas_for
 from .step_plans import Hyper, Member, Norms, Part, Planned
 
@@ -430,6 +430,7 @@ class FusedOptimizer(Optimizer):
                 "capturing it"
             )
         chosen = set(range(len(params))).difference(absent).union(kept)
+        forget_norm(self)
         return self._plan(params, sized, sorted(chosen), self.state)
 
     def _plan(
@@ -459,7 +460,8 @@ class FusedOptimizer(Optimizer):
             for part in self._parts(device, [members[i] for i in places])
         ]
         parts.sort(key=lambda part: part.in_turns)  # last: kernels may still refuse
-        return Planned(params, sized, parts, members, states, entries, container)
+        numbers = range(first, first + len(params))
+        return Planned(params, sized, parts, members, states, entries, container, numbers)
 
     def _parts(self, device: torch.device, members: list[Member]) -> list[Part]:
         """Plans for parameters of one device."""
@@ -489,8 +491,9 @@ class FusedOptimizer(Optimizer):
 
     def release_gradients(self) -> None:
         """From now on `loss.backward()` steps each parameter as soon as it has its gradient, which
-        is dropped: of gradients one is there at a time. The loop stays as it is; `step()` ends the
-        step, and raises RuntimeError where no backward pass came before it.
+        is dropped: of gradients one is there at a time. `step()` ends the step, and raises
+        RuntimeError where no backward pass came before it, or a rate was written in between. What
+        clips gradients there finds none.
 
         The steps are bitwise the usual ones, but for max_grad_norm: gradients are clipped by the
         norm of the step before, as that of this one is not known yet, and each parameter's by its

@@ -25,6 +25,9 @@ MASTER_KEYS = ("master_param", "remainder")
 WEIGHT_KEYS = (*MASTER_KEYS, *REPLICA_KEYS, *EMA_KEYS, "ema_step")
 """what a state has of the weights, and no moments: masters, averages over time, and all of the
 further replicas"""
+LAST_NORM = "global_norm"
+"""Where gradients are released: the last norm of all of them that was finite, by which the next
+step clips; 0 where none was. 0-d float32, one tensor for all parameters."""
 
 _version: Callable[[Tensor], int] = operator.attrgetter("_version")
 

@@ -18,13 +18,11 @@ from hdet.kernels import StepOptions
 from hdet.tensors import dtensor as shards
 
 from . import lists
+from .masters import LAST_NORM
 from .step_plans import Norms, Planned
 
 FusedOptimizer = Any
 """of the module that imports this one"""
-LAST_NORM = "global_norm"
-"""In each parameter's state: the last norm of all gradients that was finite, by which the next step
-clips; 0 where none was. 0-d float32, one tensor for all."""
 
 
 @dataclass
@@ -53,6 +51,8 @@ class GradientRelease:
         """what gradients of this step are divided by, so that the last norm is clipped"""
         self._max_norm: float | None = None
         """of this step, from its first gradient on"""
+        self._written: list[Any] = []
+        """what groups said then, and that"""
         self.norm: Tensor | None = None
         self.skipped: Tensor | None = None
         """of the last step, as a StepPlan's; was any parameter skipped?"""
@@ -129,7 +129,7 @@ class GradientRelease:
         if not lists.same(listed, self._listed):
             self.forget()
             self._listed = listed
-        max_norm = optimizer.max_grad_norm
+        max_norm, self._written = optimizer.max_grad_norm, _written(optimizer)
         self._max_norm, self._scale = max_norm, None
         if max_norm is not None and not math.isinf(max_norm):
             states = _states(optimizer)
@@ -151,6 +151,12 @@ class GradientRelease:
                 "a GradScaler scales gradients that are released before it can unscale them: train "
                 "in bfloat16 without one, or do not release gradients"
             )
+        if self._stepped and self._written != _written(optimizer):
+            raise RuntimeError(
+                "a rate, another setting of a parameter group, or max_grad_norm was written after "
+                "loss.backward(), in which parameters are stepped: gradients are released; write "
+                "it before loss.backward(), or after optimizer.step()"
+            )
         for param in optimizer._listed():
             if param.grad is not None:
                 self.take(param)
@@ -163,16 +169,15 @@ class GradientRelease:
         plans = [one.planned.parts[0].plan for one in stepped if one.planned is not None]
         device = plans[0].skipped.device
         self.skipped = torch.stack([plan.skipped.to(device) for plan in plans]).amax()
-        states = list(_states(optimizer))
         if self._max_norm is None:
-            for state in states:
-                state.pop(LAST_NORM, None)
+            forget_norm(optimizer)
             return None
         self._norms = torch.stack([plan.norm.to(device) for plan in plans])
         if self._scale is not None:
             self._norms = self._norms * self._scale.to(device)
         self.norm = torch.linalg.vector_norm(self._norms)
         # one that is not finite says nothing of the next
+        states = list(_states(optimizer))
         kept = [state.get(LAST_NORM) for state in states]
         known = next((x for x in kept if x is not None), torch.zeros_like(self.norm))
         last = torch.where(self.norm.isfinite(), self.norm, known.to(device))
@@ -187,10 +192,23 @@ class GradientRelease:
         return self._norms
 
 
+def forget_norm(optimizer: FusedOptimizer) -> None:
+    """Steps that do not go by it would leave that of long ago to a run that does."""
+    for state in _states(optimizer):
+        state.pop(LAST_NORM, None)
+
+
 def _states(optimizer: FusedOptimizer) -> Iterator[dict[str, Any]]:
     """Of the parameters that have been stepped."""
     states = (optimizer.state.get(param) for param in optimizer._listed())
     return (state for state in states if state)
+
+
+def _written(optimizer: FusedOptimizer) -> list[Any]:
+    """Settings, by which a step is done; of a tensor what counts writes to it."""
+    values = [optimizer._values(optimizer._rule_of(g), g) for g in optimizer.param_groups]
+    marks = [[(id(x), x._version) if isinstance(x, Tensor) else x for x in row] for row in values]
+    return [optimizer.max_grad_norm, *marks]
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ from . import moment_storage as stored
 from .masters import (
     BESIDE_KEYS,
     EMA_KEYS,
+    LAST_NORM,
     MASTER_DTYPES,
     MASTER_KEYS,
     REPLICA_KEYS,
@@ -165,7 +166,7 @@ class Layout:
         for key, value in values.items():
             if value is None:  # torch's SGD before its first momentum
                 continue
-            if key in ("step", "ema_step"):
+            if key in ("step", "ema_step", LAST_NORM):
                 # a number, float64 or a tensor anywhere, depending on torch's version and options
                 placed[key] = _counted(value, f"the loaded {key} of {name}", param)
             elif key in REPLICA_KEYS:

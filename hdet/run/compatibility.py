@@ -295,10 +295,11 @@ def _wrong_moments(run: Setup) -> Iterator[str]:
     if not shares:
         return
     can_differ = any(knob.meaning.parts_moments for knob in run.knobs)
-    if moments is not None and not can_differ and follows_gradients(optimizer):
+    are_equal = moments is not None and follows_gradients(optimizer)
+    if not can_differ and (are_equal or moments == "keep"):
         yield (
-            f"moments is {moments!r}, but with gradients='shared' they are equal on all replicas: "
-            "leave it out"
+            f"moments is {moments!r}, but with gradients='shared' they are equal on all replicas, "
+            "or averaged where they are not: leave it out"
         )
     parting = [repr(knob.name) for knob in run.explored if knob.meaning.parts_moments]
     if parting and moments not in ("average", "reset"):

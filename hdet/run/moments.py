@@ -8,7 +8,8 @@ Under local gradients it differs between replicas, and `hdet.Sync(moments=...)` 
 - ``reset``: as before the first step, counters included. No traffic; each cycle pays a warm-up.
 
 Under shared gradients (None) it is equal on all replicas if it follows from gradients alone. Of
-optimizers whose rule is not known this is compared at every average, and what differs is averaged.
+optimizers whose rule is not known, and where decay is part of the gradient, this is compared at
+every average, and what differs is averaged.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..converge import digest
 from ..converge.buckets import Buckets, Part
 from ..converge.collectives import all_gather
+from ..knobs.of_optimizer import is_coupled
 from ..optim.snapshot import (
     OwnData,
     inner_optimizer,
@@ -241,4 +243,14 @@ def follows_gradients(optimizer: Optimizer) -> bool:
     """Is its state known to follow from gradients alone, not from rates or parameters?"""
     others = (ASGD, LBFGS, Rprop)
     every = [inner_optimizer(one) for one in optimizers_in(optimizer)]
-    return all(is_known(one) and not isinstance(one, others) for one in every)
+    return all(
+        is_known(one) and not isinstance(one, others) and not _decays_gradients(one)
+        for one in every
+    )
+
+
+def _decays_gradients(optimizer: Optimizer) -> bool:
+    groups = enumerate(optimizer.param_groups)
+    return any(
+        group.get("weight_decay", 0) != 0 and is_coupled(optimizer, i) for i, group in groups
+    )

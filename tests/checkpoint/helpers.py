@@ -91,8 +91,8 @@ class FusedEightBit(hdet.FusedAdamW):
 
 
 def torch_sgd(params: Any, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """Without decay, which would be in the momentum, and differ between replicas."""
-    return torch.optim.SGD(params, lr=lr, momentum=0.9, dampening=0.5)
+    """Its decay is in the momentum, which so differs between replicas."""
+    return torch.optim.SGD(params, lr=lr, momentum=0.9, dampening=0.5, weight_decay=weight_decay)
 
 
 Make = Callable[..., Any]

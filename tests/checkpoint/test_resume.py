@@ -38,6 +38,7 @@ def interrupted(rank: int, world: int, build: Make, make: Make, root: str, at: i
 H, ADAMW, FUSED = helpers, helpers.torch_adamw, helpers.fused_adamw
 CASES = [
     (H.ddp, ADAMW, 2, 0), (H.ddp, FUSED, 2, 5), (H.ddp, H.torch_sgd, 2, 7),
+    (partial(H.ddp, moments="reset"), H.torch_sgd, 2, 7),
     (H.ddp, H.fused_split, 2, 7), (H.ddp, H.fused_fp32, 2, 7),
     (H.shards, ADAMW, 4, 7), (H.groups, ADAMW, 4, 7), (H.hsdp, ADAMW, 4, 7),
     (H.hsdp, H.FusedEightBit, 4, 5), (H.hsdp_bf16, ADAMW, 4, 5), (H.compressed, ADAMW, 2, 13),

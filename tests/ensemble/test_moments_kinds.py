@@ -93,6 +93,8 @@ OPTIMIZERS: dict[str, Any] = {
     "AdamWScheduleFree": free,
     "DoG": foreign("dog", "DoG"),
     "ASGD": foreign("torch.optim", "ASGD"),
+    "SGD": foreign("torch.optim", "SGD", momentum=0.9, weight_decay=0.1),
+    "FusedAdam": foreign("hdet", "FusedAdam", weight_decay=0.1),
 }
 
 

@@ -207,6 +207,24 @@ def test_clipping_resumes_bitwise(keeper: str) -> None:
     assert {"global_norm" in keys for keys in kept[len(kept) // 2 :]} == {True}
 
 
+def test_a_norm_passes_through_others_and_is_forgotten_by_those_that_do_not_go_by_it() -> None:
+    (_, (model, optimizer)), batches = pair(FusedAdamW, torch.float32, max_grad_norm=0.01)
+    step(model, optimizer, batches[0])
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():  # torch's optimizer of a bfloat16 model casts so
+        state["global_norm"] = state["global_norm"].bfloat16()
+    optimizer.load_state_dict(saved)
+    norm = optimizer.state[model[0].weight]["global_norm"]
+    assert norm.dtype == torch.float32 and norm > 0.02, "this clips"
+    step(model, optimizer, batches[1])
+    ((other, usual), _), _ = pair(FusedAdamW, torch.float32, max_grad_norm=0.01)
+    usual.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert all("global_norm" in state for state in usual.state.values())
+    other[0](batches[2]).sum().backward()
+    usual.step()  # of some parameters
+    assert not any("global_norm" in state for state in usual.state.values())
+
+
 CHANGES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
     "a parameter goes": lambda groups: groups[0]["params"].pop(0),
     "to another group": lambda groups: groups[1]["params"].append(groups[0]["params"].pop(0)),
@@ -273,6 +291,12 @@ def test_what_is_refused() -> None:
     wrapper.optimizer = optimizer
     with pytest.raises(ValueError, match="releases gradients"):
         hdet.find_rate(model, wrapper, loss_of, batches, total_steps=100)
+    loss_of(model, batches[1]).backward()
+    optimizer.param_groups[1]["lr"] *= 0.5  # as loops do that have their own schedule
+    with pytest.raises(RuntimeError, match="was written after loss.backward"):
+        optimizer.step()
+    optimizer.param_groups[1]["lr"] *= 2
+    optimizer.step()
     optimizer.zero_gradients = True
     with pytest.raises(ValueError, match="zero_gradients"):
         loss_of(model, batches[1]).backward()
@@ -322,6 +346,8 @@ def sharded_gradients_are_released(rank: int, world_size: int) -> None:
         train(model, optimizer, "fsdp", range(2))
         if releases:  # through a checkpoint
             saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+            for state in saved["state"].values():  # until now a run of one process, with clipping
+                state["global_norm"] = torch.tensor(3.0)
             other = model_of("fsdp", BF16)
             optimizer = FusedAdamW(other.parameters(), lr=1e-2, **SMALL)
             optimizer.release_gradients()

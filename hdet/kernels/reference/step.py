@@ -115,7 +115,7 @@ class TorchStepPlan:
         self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN
     ) -> None:
         gradients = list(gradients)
-        check_gradients(gradients, self.tensors.params[0])
+        check_gradients(gradients, self.tensors.params[0], self.tensors.numbers)
         self.upload(settings, options)
         given = [g for g in gradients if g is not None]
         skip, scale = self._control(gradients, options)
@@ -295,9 +295,7 @@ class TorchStepPlan:
     def _random(self, step: Tensor, k: int, i: int, like: Tensor) -> Tensor:
         t = self.tensors
         assert t.stochastic is not None
-        return numbers.random_words(
-            t.stochastic, step, t.first_replica + k, i if t.ids is None else t.ids[i], like
-        )
+        return numbers.random_words(t.stochastic, step, t.first_replica + k, t.numbers[i], like)
 
     def _store_moments(
         self,
