@@ -33,7 +33,7 @@ $(BIN)/torch.stamp:
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	touch $@
 
-BUILT_FROM := pyproject.toml setup.py CMakeLists.txt $(shell find csrc -type f)
+BUILT_FROM := pyproject.toml setup.py CMakeLists.txt $(shell find csrc -type f) $(wildcard hdet/rules/*.py)
 $(BIN)/hdet.stamp: $(BIN)/torch.stamp $(BUILT_FROM)
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
 	touch $@

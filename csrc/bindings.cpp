@@ -24,11 +24,6 @@ namespace {
 using Address = std::uintptr_t;
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
 // By its place, so that properties are compiled once for a plan, not for each type.
 struct PlanField {
   const char* name;
@@ -117,7 +112,9 @@ void define_tensors(py::module_& m) {
   reader.def("forget", [](GradientReader& self) { self.forget(); });
   reader.def(
       "write_addresses",
-      [](const GradientReader& self, Address out) { self.write_addresses(at<Address>(out)); },
+      [](const GradientReader& self, Address out) {
+        self.write_addresses(reinterpret_cast<Address*>(out));
+      },
       py::arg("out"));
   reader.def_property_readonly("types", &GradientReader::types);
   reader.attr("EMPTY") = Address{GradientReader::kEmpty};
@@ -158,23 +155,6 @@ int known_of(const std::vector<int64_t>& formats) {
                                                                             : hdet::Known::none);
 }
 
-py::dict build_info() {
-  py::dict info;
-  info["version"] = HDET_VERSION;
-  info["compiler"] = HDET_COMPILER;
-  info["isa"] = hdet::cpu::variants();
-  info["openmp"] = hdet::cpu::has_openmp();
-#ifdef HDET_CUDA
-  info["cuda"] = true;
-#else
-  info["cuda"] = false;
-#endif
-  info["cuda_compiler"] = HDET_CUDA_COMPILER;
-  info["cuda_archs"] = HDET_CUDA_ARCHS;
-  info["cuda_note"] = HDET_CUDA_NOTE;
-  return info;
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -182,12 +162,13 @@ PYBIND11_MODULE(_C, m) {
       "hdet's native kernels. Arguments are addresses and sizes; use hdet.kernels, which checks "
       "them.";
 
-  const py::dict info = build_info();
-  m.def("build_info", &build_info);
-  m.attr("__version__") = info["version"];
-  for (const char* name :
-       {"compiler", "isa", "openmp", "cuda", "cuda_compiler", "cuda_archs", "cuda_note"})
-    m.attr(name) = info[name];
+  m.attr("__version__") = HDET_VERSION;
+  m.attr("compiler") = HDET_COMPILER;
+  m.attr("isa") = hdet::cpu::variants();
+  m.attr("openmp") = hdet::cpu::has_openmp();
+  m.attr("cuda_compiler") = HDET_CUDA_COMPILER;
+  m.attr("cuda_archs") = HDET_CUDA_ARCHS;
+  m.attr("cuda_note") = HDET_CUDA_NOTE;
   m.attr("SOURCES") = HDET_SOURCES;  // hdet/kernels/native/sources.py
   m.attr("RULES") = hdet::kRulesDigest;
   m.attr("CARRIED") = hdet::kCarried;
@@ -201,6 +182,9 @@ PYBIND11_MODULE(_C, m) {
 
   define_cpu(m);
 #ifdef HDET_CUDA
+  m.attr("cuda") = true;
   define_cuda(m);
+#else
+  m.attr("cuda") = false;
 #endif
 }

@@ -1,8 +1,9 @@
-"""Prints the update rules of hdet/rules in C++ and in Triton, and the classes of their optimizers:
-python csrc/generate.py
+"""Prints the update rules of hdet/rules in C++ and in Triton, and the classes of their optimizers.
 
-Writes csrc/core/rules.h, triton_kernels/rules.py, hdet/optim/classes.py and its lines of
-hdet/__init__.pyi, which are committed; tests/kernels/test_rules.py prints them again and compares.
+python csrc/generate.py        writes triton_kernels/rules.py, hdet/optim/classes.py and its lines
+                               of hdet/__init__.pyi, which are committed;
+                               tests/kernels/test_rules.py prints them again and compares
+python csrc/generate.py --cpp  prints rules.h, which each build makes for itself
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from pathlib import Path
 from typing import ClassVar
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # of a checkout, and of a source distribution
 
 from hdet.rules import COUPLED, DIGEST, RULES, SCALARS, Rule, StepSettings
 from hdet.rules.trace import Scalar, Tensor, parts, walk
 
-HEADER, MODULE = ROOT / "csrc/core/rules.h", ROOT / "triton_kernels/rules.py"
+MODULE = ROOT / "triton_kernels/rules.py"
 CLASSES, STUB = ROOT / "hdet/optim/classes.py", ROOT / "hdet/__init__.pyi"
 NOTE = "Printed by csrc/generate.py from hdet/rules: change that, and print again."
 FIELDS = [name for name in StepSettings._fields if name != "multipliers"]
@@ -135,6 +136,9 @@ class Cpp(Language):
     scalar_calls: ClassVar = {"sqrt": "square_root", "exp": "exponential", "log": "logarithm"}
     tensor_calls = scalar_calls
     row_format = "s{}"
+    of_group = "[[maybe_unused]] const GroupSettings& h, [[maybe_unused]] uint32_t step"
+    of_tensor = "[[maybe_unused]] double rate, [[maybe_unused]] const Whole& whole"
+    """parameters of what is derived"""
 
     def number(self, x: float) -> str:
         return repr(x) if math.isfinite(x) else "__builtin_huge_val()"
@@ -145,10 +149,7 @@ class Cpp(Language):
     def rule(self, rule: Rule) -> str:
         traced = rule.trace
         lines, (u, *moments) = self.statements(rule, (traced.direction, *traced.moments))
-        names = traced.inputs[2:]
-        outs = dict(zip(names, moments, strict=True))
         named, scalars = self.scalars(rule)
-        divisor = bare(self.scalar(traced.divisor))
         facts = {
             "kSquares": not all(rule.signed),
             "kCoupled": rule.coupled,
@@ -158,9 +159,6 @@ class Cpp(Language):
         }
         signed = sum(one << j for j, one in enumerate(rule.signed))
         exact = sum((name in rule.exact) << j for j, name in enumerate(rule.moments))
-        news = {f"new_{name}": text for name, text in outs.items() if text not in lines}
-        stored = [text if text in lines else f"new_{name}" for name, text in outs.items()]
-        made = {**lines, **news, "u": u}
         note = "  // no kernels of its own" if rule.generic else ""
         return f"""\
 struct {_class(rule.name)} {{{note}
@@ -169,41 +167,36 @@ struct {_class(rule.name)} {{{note}
   HDET_HD constexpr bool is_signed(int moment) {{ return ({signed} >> moment & 1) != 0; }}
   HDET_HD constexpr bool is_exact(int moment) {{ return ({exact} >> moment & 1) != 0; }}
 
-  HDET_HD void derive({_parameters([*named.values(), *scalars], "rate", "whole.")}, float* s) {{
+  HDET_HD void derive({self.of_group}, {self.of_tensor}, float* s) {{
 {_lines(f"    const double {name} = {text};" for name, text in named.items())}\
 {_lines(f"    s[{i}] = static_cast<float>({text});" for i, text in enumerate(scalars))}  }}
-  HDET_HD double divisor({_parameters([divisor])}) {{
-    return {divisor};
-  }}
+  HDET_HD double divisor({self.of_group}) {{ return {bare(self.scalar(traced.divisor))}; }}
 
-{self.elements(rule, "float direction", "", made.values())}\
-{_lines(f"    const float {n} = {text};" for n, text in made.items())}\
-{_lines(f"    moments[{j}] = {text};" for j, text in enumerate(stored))}\
+{self.elements(rule, "float direction", "", {**lines, "u": u})}\
+{_lines(f"    moments[{j}] = {text};" for j, text in enumerate(moments))}\
     return u;
   }}
 {self.terms(rule)}}};
 """
 
-    def elements(self, rule: Rule, name: str, more: str, texts: Iterable[str]) -> str:
-        """The head of a function of one element, and what `texts` read."""
-        read = set(re.findall(r"\b\w+\b", " ".join(texts)))
+    def elements(self, rule: Rule, name: str, more: str, lines: dict[str, str]) -> str:
+        """A function of one element, as far as the last of these lines."""
         g, param, *moments = rule.trace.inputs
-        scalars = [f"s{i}" for i in range(len(rule.trace.scalars)) if f"s{i}" in read]
-        inputs = {one: f"moments[{j}]" for j, one in enumerate(moments) if one in read}
-        taken = ", ".join(f"float {one if one in read else f'/*{one}*/'}" for one in (g, param))
-        loads = [[f"{s} = row.s[{s[1:]}]" for s in scalars], map(" = ".join, inputs.items())]
+        taken = f"[[maybe_unused]] float {g}, [[maybe_unused]] float {param}"
+        loads = {f"s{i}": f"row.s[{i}]" for i in range(len(rule.trace.scalars))}
+        loads |= {name: f"moments[{j}]" for j, name in enumerate(moments)}
+        each = {**loads, **lines}.items()
         return f"""\
   template <class Moments>
   HDET_HD {name}(const HyperRow& row, {taken}, const Moments& moments{more}) {{
-{_lines(f"    const float {', '.join(line)};" for line in loads)}"""
+{_lines(f"    [[maybe_unused]] const float {name} = {text};" for name, text in each)}"""
 
     def terms(self, rule: Rule) -> str:
         if not rule.trace.sums:
             return ""
         lines, terms = self.statements(rule, rule.trace.sums)
         return f"""
-{self.elements(rule, "void terms", ", float* terms", [*lines.values(), *terms])}\
-{_lines(f"    const float {n} = {text};" for n, text in lines.items())}\
+{self.elements(rule, "void terms", ", float* terms", lines)}\
 {_lines(f"    terms[{i}] = {text};" for i, text in enumerate(terms))}\
   }}
 """
@@ -220,7 +213,7 @@ struct {_class(rule.name)} {{{note}
             )
         )
         return f"""\
-// {NOTE}
+// Printed by csrc/generate.py from hdet/rules, for one build.
 //
 // Of each rule: how many moments it keeps, which have a sign, which are float32 in any case, and
 // whether some, averages of squares, have no sign; whether decay is part of its gradient, whether
@@ -230,8 +223,6 @@ struct {_class(rule.name)} {{{note}
 // asks for sums over a tensor what is summed (terms). `g` is scaled (HyperRow::gradient_scale); `p`
 // is 0 where several replicas share u.
 #pragma once
-
-#include "arithmetic.h"
 
 namespace hdet {{
 
@@ -272,13 +263,13 @@ HDET_HD void derive_scalars(
     Rule rule, const GroupSettings& h, uint32_t step, double rate, const Whole& whole, float* s) {{
   switch (rule) {{
 {scalars}  }}
-  HDET_UNREACHABLE
+  __builtin_unreachable();
 }}
 
 HDET_HD double derive_divisor(Rule rule, const GroupSettings& h, uint32_t step) {{
   switch (rule) {{
 {divisor}  }}
-  HDET_UNREACHABLE
+  __builtin_unreachable();
 }}
 
 // call(a rule's struct)
@@ -287,22 +278,11 @@ template <class Call>
 HDET_HD auto with_rule(Rule rule, const Call& call) {{
   switch (rule) {{
 {each}  }}
-  HDET_UNREACHABLE
+  __builtin_unreachable();
 }}
 
 }}  // namespace hdet
 """
-
-
-def _parameters(texts: list[str], *more: str) -> str:
-    """Of what is derived: names that no text reads are comments."""
-    names = [
-        name if any(name in text for text in texts) else f"/*{name}*/"
-        for name in ("h.", "step", *more)
-    ]
-    kinds = {"h.": "const GroupSettings&", "step": "uint32_t", "whole.": "const Whole&"}
-    types = [kinds.get(name, "double") for name in ("h.", "step", *more)]
-    return ", ".join(f"{t} {n.replace('.', '')}" for t, n in zip(types, names, strict=True))
 
 
 class Triton(Language):
@@ -366,7 +346,7 @@ def {name}(row, {", ".join(rule.trace.inputs)}):
 
         loads = (f"        tl.load(source + {i}, mask=live, other=0)," for i in range(len(FIELDS)))
         return f'''\
-"""The update rules on blocks of elements, with the operations of csrc/core/rules.h in their order.
+"""The update rules on blocks of elements, with the operations of the C++ in their order.
 
 {NOTE}
 """
@@ -436,18 +416,6 @@ def terms(row, g, p, moments, RULE: tl.constexpr):
 {self.branches(lambda rule: step(rule, "_terms"), summing)}
     return result
 '''
-
-
-def _wrapped(text: str) -> str:
-    """Lines of C++ in 100 columns, broken at spaces, but not beside = nor after a type."""
-
-    def wrapped(line: str) -> str:
-        indent = " " * (len(line) - len(line.lstrip()) + 4)
-        glued = re.sub(r"(?<=\w[&*]) ", "\0", line.replace(" = ", "\0=\0"))
-        parts = textwrap.wrap(glued, 100, subsequent_indent=indent, break_on_hyphens=False)
-        return "\n".join(parts).replace("\0", " ")
-
-    return _lines(map(wrapped, text.splitlines()))
 
 
 def _put(place: int, text: str) -> str:
@@ -537,12 +505,13 @@ def _with_classes(stub: str) -> str:
 
 
 def texts() -> dict[Path, str]:
-    return {
-        HEADER: _wrapped(Cpp().file()), MODULE: Triton().file(), CLASSES: Optimizers().file(),
-        STUB: _with_classes(STUB.read_text(encoding="utf-8")),
-    }  # fmt: skip
+    stub = _with_classes(STUB.read_text(encoding="utf-8"))
+    return {MODULE: Triton().file(), CLASSES: Optimizers().file(), STUB: stub}
 
 
 if __name__ == "__main__":
-    for path, text in texts().items():
-        path.write_text(text, encoding="utf-8")
+    if sys.argv[1:] == ["--cpp"]:
+        print(Cpp().file(), end="")
+    else:
+        for path, text in texts().items():
+            path.write_text(text, encoding="utf-8")

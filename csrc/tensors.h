@@ -160,16 +160,13 @@ class NotedObjects {
   std::vector<int64_t> memory_;
 };
 
-// The gradients of parameters, as a sequence. They are held until it goes, whatever becomes of
-// them meanwhile, and have no Python objects before somebody asks for these.
+// Gradients, as a sequence. They are held until it goes, whatever their parameters have meanwhile,
+// and have no Python objects before somebody asks for these.
 class HeldGradients {
  public:
-  HeldGradients(const Torch& torch, const pybind11::list& params) : torch_(torch), params_(params) {
-    held_.assign(params.size(), torch.undefined);
-    for (size_t i = 0; i < held_.size(); ++i) {
-      const Torch::Tensor gradient = torch.grad(*torch.of(PyList_GET_ITEM(params.ptr(), i)));
-      if (*gradient != torch.undefined) torch.assign(gradient, &held_[i]);
-    }
+  HeldGradients(const Torch& torch, const std::vector<Torch::Tensor>& gradients)
+      : torch_(torch), held_(gradients.size(), torch.undefined) {
+    for (size_t i = 0; i < held_.size(); ++i) torch.assign(gradients[i], &held_[i]);
   }
   ~HeldGradients() {
     for (std::uintptr_t& one : held_) {
@@ -193,29 +190,38 @@ class HeldGradients {
   }
 
   std::unique_ptr<HeldGradients> choose(const std::vector<size_t>& places) const {
-    pybind11::list chosen;
-    for (const size_t place : places) chosen.append(params_[place]);
+    std::vector<Torch::Tensor> chosen;
+    for (const size_t place : places) chosen.push_back(&held_[place]);
     return std::make_unique<HeldGradients>(torch_, chosen);
   }
 
   pybind11::object object(size_t place) const {
+    static const pybind11::handle wrap =
+        pybind11::getattr(pybind11::module_::import("torch._C"), "_wrap_tensor_impl").release();
     if (place >= held_.size()) throw pybind11::index_error();
-    return params_[place].attr("grad");
+    if (at(place) == nullptr) return pybind11::none();
+    return wrap(pybind11::capsule(reinterpret_cast<const void*>(held_[place])));
   }
 
  private:
   Torch torch_;
-  pybind11::list params_;
   std::vector<std::uintptr_t> held_;
 };
 
-// As they are held; None where one of the parameters is not of torch's own types.
+// As they are held; None where a parameter is not of torch's own types, or a gradient is of another
+// kind than its parameter (sparse, a negated view).
 inline std::unique_ptr<HeldGradients> hold_gradients(const Torch& torch,
                                                      const pybind11::list& params) {
-  for (size_t i = 0; i < params.size(); ++i) {
-    if (!torch.is_plain(PyList_GET_ITEM(params.ptr(), i))) return nullptr;
+  std::vector<Torch::Tensor> found(params.size());
+  for (size_t i = 0; i < found.size(); ++i) {
+    PyObject* const param = PyList_GET_ITEM(params.ptr(), i);
+    if (!torch.is_plain(param)) return nullptr;
+    const Torch::Tensor own = torch.of(param), gradient = torch.grad(*own);
+    const bool is_there = *gradient != torch.undefined;
+    if (is_there && torch.view(gradient).keys != torch.view(own).keys) return nullptr;
+    found[i] = gradient;
   }
-  return std::make_unique<HeldGradients>(torch, params);
+  return std::make_unique<HeldGradients>(torch, found);
 }
 
 // What a backward pass has saved of these is no longer valid.

@@ -5,34 +5,22 @@ Addresses, sizes (elements) and streams are plain integers. Nothing is checked: 
 """
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
-
-class BuildInfo(TypedDict):
-    version: str
-    compiler: str
-    isa: list[str]  # CPU variants this processor can run, best first
-    openmp: bool
-    cuda: bool
-    cuda_compiler: str
-    cuda_archs: str  # for example "80 90 100"; empty without CUDA
-    cuda_note: str  # why there is no CUDA; empty with it
+from typing import Any
 
 __version__: str
 compiler: str
-isa: list[str]
+isa: list[str]  # CPU variants this processor can run, best first
 openmp: bool
 cuda: bool
 cuda_compiler: str
-cuda_archs: str
-cuda_note: str
+cuda_archs: str  # for example "80 90 100"; empty without CUDA
+cuda_note: str  # why there is no CUDA; empty with it
 
 SOURCES: str
 CARRIED: int
 CODE_BLOCK: int
 CODEBOOK_BYTES: int
 RULES: str
-
-def build_info() -> BuildInfo: ...
 
 # The structures of csrc/core/plan.h: addresses and enumerations are integers, all starts as 0.
 class StepPlan:
@@ -118,7 +106,7 @@ class GradientReader:
 # the Known of csrc/core/numbers.h that all tensors have
 def known_of(formats: Sequence[int]) -> int: ...
 
-# isa: one of build_info()["isa"]; "" takes the environment's HDET_ISA, else the best
+# isa: one of the names in `isa`; "" takes the environment's HDET_ISA, else the best
 def cpu_step(plan: StepPlan, threads: int, isa: str = "") -> None: ...
 def cpu_average(plan: AveragePlan, threads: int, isa: str = "") -> None: ...
 def cpu_copy(plan: CopyPlan, threads: int, isa: str = "") -> None: ...

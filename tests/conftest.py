@@ -59,13 +59,14 @@ compilers, sanitizers and interpreters prove, long searches for examples, shards
 processes, killed ones, and benchmarks; and what `make gpu` runs."""
 
 
-def _is_alike(test: str, case: set[str]) -> bool:
-    """Is this case of optim/ one that differs from another in what kernels/ proves alone? Rules that
-    differ in their formula, and the steps of torch's kernels, which have the bits of the CPU's."""
+def _repeats(test: str, case: set[str]) -> bool:
+    """Does a parametrised test of optim/, but for test_against_torch.py, run here on a rule that is
+    another's but for its formula, or on the torch backend with any rule but AdamW? kernels/ has all
+    formulas on all backends."""
     if not test.startswith("optim/") or "against_torch" in test:
         return False
-    of_rules = not case.isdisjoint({"nadamw", "mars", "cautious_lion"})
-    return of_rules or ("torch" in case and "adamw" not in case)
+    is_like_another = not case.isdisjoint({"nadamw", "mars", "cautious_lion"})
+    return is_like_another or ("torch" in case and "adamw" not in case)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -86,7 +87,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     for item in items:
         test, _, case = item.nodeid.removeprefix("tests/").rstrip("]").partition("[")
-        if place_of(item) < len(SLOW) or _is_alike(test, set(case.split("-"))):
+        if place_of(item) < len(SLOW) or _repeats(test, set(case.split("-"))):
             item.add_marker("slow")
     items.sort(key=place_of)
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 class HyperRow(NamedTuple):
-    """What all replicas share, as csrc/core/rules.h has it: numbers of 32 bits."""
+    """What all replicas share, as rules.h has it: numbers of 32 bits."""
 
     gradient_scale: tl.tensor
     step: tl.tensor  # uint32

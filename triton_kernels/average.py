@@ -17,10 +17,10 @@ class AverageVariant:
     """All that an average is compiled for."""
 
     replicas: int
-    param: int = 1  # formats: numbers.py
-    master: int = 0
-    vector: int = 4
-    block: int = 1024
+    param: int  # formats: numbers.py
+    master: int
+    vector: int
+    block: int
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The update rules on blocks of elements, with the operations of csrc/core/rules.h in their order.
+"""The update rules on blocks of elements, with the operations of the C++ in their order.
 
 Printed by csrc/generate.py from hdet/rules: change that, and print again.
 """

@@ -43,19 +43,19 @@ class StepVariant:
 
     rule: str
     replicas: int
-    gradient: int = 1
-    param: int = 1
-    master: int = 0
-    moments: tuple[int, ...] = (1, 1)
-    signed: tuple[bool, ...] = (True, False)
-    gives_parameter: bool = False
-    stochastic: bool = False
+    gradient: int
+    param: int
+    master: int
+    moments: tuple[int, ...]
+    signed: tuple[bool, ...]
+    gives_parameter: bool
+    stochastic: bool
     # the plan's first replica is replica 0, so that it can share random bits with the second moment
-    first: bool = True
-    block: int = 1024
-    vector: int = 4
+    first: bool
+    block: int
+    emas: int
+    vector: int = 1
     zero_gradients: bool = False
-    emas: int = 0
 
     @property
     def coded(self) -> bool:

@@ -8,13 +8,8 @@
 
 namespace hdet {
 
-enum class DType : int32_t {
-  none = 0,
-  f32 = 1,
-  bf16 = 2,
-  f16 = 3,
-  codes = 4
-};  // codes: of moments alone, eight_bit.h
+// codes: of moments alone, eight_bit.h
+enum class DType : int32_t { none = 0, f32 = 1, bf16 = 2, f16 = 3, codes = 4 };
 
 // What stands beside a parameter of 16 bits: nothing; its float32 value; the 16 bits that its
 // bfloat16 lacks (split); or the first 8 of these (split24). Numbered as a DType of as many bytes.

@@ -8,9 +8,10 @@
 
 #include <cstdint>
 
+#include "arithmetic.h"
 #include "eight_bit.h"
 #include "numbers.h"
-#include "rules.h"
+#include "rules.h"  // printed by csrc/generate.py into the build folder
 
 namespace hdet {
 

@@ -27,9 +27,6 @@
 #define HDET_HD_OF_CALL
 #endif
 
-// The end of a switch over all values of an enumeration.
-#define HDET_UNREACHABLE __builtin_unreachable();
-
 namespace hdet {
 
 HDET_HD uint32_t bits_of(float x) {

@@ -2,15 +2,12 @@
 //
 // OpenMP. torch brings its own libgomp. Found with torch 2.13 on Linux (LD_DEBUG=bindings,
 // /proc/self/maps):
-// - torch's copy has the SONAME libgomp.so.1, the name this module links against; the loader keeps
-// one library per SONAME, so
-//   whichever of the two is loaded first serves both, and there is one runtime with one pool of
-//   threads.
+// - torch's copy has the SONAME libgomp.so.1, the name this module links against. The loader keeps
+//   one library per SONAME: whichever is loaded first serves both, with one pool of threads.
 // - wheels that rename their copy (libgomp-<hash>.so.1) load it through libtorch_global_deps.so
-// with RTLD_GLOBAL; symbols are
-//   looked up in that scope before this module's own dependencies, so GOMP_parallel still binds to
-//   torch's copy when torch was imported first. hdet.kernels therefore imports torch before this
-//   module. The second library is then mapped but never runs.
+//   with RTLD_GLOBAL. Symbols are looked up there before this module's own dependencies, so
+//   GOMP_parallel still binds to torch's copy when torch was imported first. hdet.kernels therefore
+//   imports torch before this module. The second library is then mapped but never runs.
 // Linking libgomp statically, or a pool of our own, would give two pools that spin against each
 // other. For the same reason a call opens one region and not one per tensor: a barrier next to a
 // busy neighbour costs milliseconds.

@@ -95,10 +95,7 @@ __global__ void __launch_bounds__(kAverageThreads, kFloat ? 8 : 5)
   const Average<kFloat> average(plan);
   const Cut parts = average.prepare();
   threads([&](int thread) {
-    over_elements<kAverageThreads>(
-        parts, average.chunk.length, thread,
-        [&](const Place& at) { average.template turn<kEight>(at); },
-        [&](const Place& at) { average.template turn<1>(at); });
+    over_elements<kAverageThreads>(parts, average.chunk.length, thread, average);
   });
 }
 

@@ -281,8 +281,7 @@ __global__ void __launch_bounds__(kStepThreads, coded_blocks_per_multiprocessor<
   Coded<Rule, kMany, kKnown> update(plan, chunk);
   const bool nothing_to_do = update.skipped() && plan.zero_gradients == 0;
   if (nothing_to_do) return;
-  // Known does not say whether moments are codes. Where they are, the addresses of moments in
-  // Shared are none.
+  // Known does not say whether moments are codes.
   const bool is_coded = unpack_formats(chunk.formats).moments[0] == DType::codes;
   if (!is_coded) return update_chunk<Rule, kMany, kKnown, kKnown == Known::none>(update);
   update.prepare(books);

@@ -54,11 +54,7 @@ __global__ void __launch_bounds__(kCopyThreads, 6)
     copy_kernel(const __grid_constant__ CopyPlan plan) {
   const Copy<kFloat> copy(plan);
   const Cut parts = copy.prepare();
-  threads([&](int thread) {
-    over_elements<kCopyThreads>(
-        parts, copy.chunk.length, thread, [&](const Place& at) { copy.template turn<kEight>(at); },
-        [&](const Place& at) { copy.template turn<1>(at); });
-  });
+  threads([&](int thread) { over_elements<kCopyThreads>(parts, copy.chunk.length, thread, copy); });
 }
 
 }  // namespace

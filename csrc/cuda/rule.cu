@@ -40,7 +40,7 @@ StepKernel find_kernel(const StepPlan& plan) {
         if constexpr (kMixes<Rule>) return any_kernel<Rule, false>(plan);
         break;
     }
-    HDET_UNREACHABLE
+    __builtin_unreachable();
   }
 }
 

@@ -11,7 +11,6 @@
 
 #include "../core/philox.h"
 #include "../core/plan.h"
-#include "../core/rules.h"
 #include "block.cuh"
 #include "vec.cuh"
 
@@ -461,12 +460,8 @@ constexpr int blocks_per_multiprocessor() {
 template <class Rule, bool kMany, Known kKnown, bool kEmas>
 HDET_DEVICE void update_chunk(Update<Rule, kMany, kKnown, kEmas>& update) {
   const Cut parts = update.prepare();
-  threads([&](int thread) {
-    over_elements<kStepThreads>(
-        parts, update.chunk.length, thread,
-        [&](const Place& at) { update.template turn<kEight>(at); },
-        [&](const Place& at) { update.template turn<1>(at); });
-  });
+  threads(
+      [&](int thread) { over_elements<kStepThreads>(parts, update.chunk.length, thread, update); });
 }
 
 template <class Rule, bool kMany, Known kKnown, bool kEmas = kKnown == Known::none>

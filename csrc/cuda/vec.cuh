@@ -10,12 +10,14 @@
 // thread follow each other, and an access is 16 bytes again.
 //
 // Words that all kernels here use:
-//   turn     one pass of a thread through its loop: eight elements of each stream, or one at the
-//   ends of a chunk head     elements of a chunk before the first boundary at which an access of
-//   full width is aligned; they are done one by one tail     the elements after the last full turn,
-//   likewise wide     all streams of the chunk have 16 bits: one access of 16 bytes takes eight
-//   elements narrow   (csrc/cpu/blocks.h) to round float32 to the 16 bits of a stream in step  a
-//   stream whose elements after the head are aligned too, so that it can be accessed in vectors
+// - turn: one pass of a thread through its loop, with eight elements of each stream, or with one at
+//   the ends of a chunk
+// - head: the elements of a chunk before the first boundary at which an access of full width is
+//   aligned; they are done one by one
+// - tail: the elements after the last full turn, likewise
+// - wide: all streams of the chunk have 16 bits; one access of 16 bytes takes eight elements
+// - in step: of a stream whose elements after the head are aligned, too, so that it can be accessed
+//   in vectors
 #pragma once
 
 #include <cuda_runtime.h>
@@ -365,14 +367,14 @@ HDET_DEVICE void over_ends(const Cut& c, int length, int thread, const One& one)
     one(Place{i < c.head ? i : i - c.head + c.tail, 0, false});
 }
 
-// Shares a chunk among the threads of its block: eight(place) for each turn and one(place) for what
-// is left.
-template <int kThreads, class Eight, class One>
-HDET_DEVICE void over_elements(const Cut& c, int length, int thread, const Eight& eight,
-                               const One& one) {
+// A thread's share of a chunk: work.turn<kEight>(place) for each turn and work.turn<1>(place) for
+// what is left.
+template <int kThreads, class Work>
+HDET_DEVICE void over_elements(const Cut& c, int length, int thread, const Work& work) {
 #pragma unroll 1
-  for (int turn = thread; turn < c.turns; turn += kThreads) eight(place_of(c, turn));
-  over_ends<kThreads>(c, length, thread, one);
+  for (int turn = thread; turn < c.turns; turn += kThreads)
+    work.template turn<kEight>(place_of(c, turn));
+  over_ends<kThreads>(c, length, thread, [&](const Place& at) { work.template turn<1>(at); });
 }
 
 }  // namespace hdet::cuda

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.build.tools import include_rules
 from tests.limits import HANG_S
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +51,8 @@ def test_the_loop_in_cpp_has_the_bits_of_torch(tmp_path: Path) -> None:
     source, library = tmp_path / "clamp.cpp", tmp_path / "clamp.so"
     source.write_text(block("cpp", "clamped"))
     flags = ["-std=c++17", "-O2", "-Wall", "-Werror", "-fPIC", "-shared", "-ffp-contract=off"]
-    done([str(COMPILER), *flags, f"-I{ROOT / 'csrc'}", str(source), "-o", str(library)])
+    flags += [f"-I{ROOT / 'csrc'}", include_rules(tmp_path)]
+    done([str(COMPILER), *flags, str(source), "-o", str(library)])
     torch.manual_seed(0)
     tensors = [torch.randn(n) for n in (1, 1000, 40_000)]
     tensors[1][3] = float("nan")

@@ -67,13 +67,12 @@ def _build() -> Lines:
         remedy = "reinstall hdet with a C++ compiler, pip install -e ."
         yield "native module", f"missing ({error}): {remedy}"
         return
-    info = _C.build_info()
-    runtime = ".".join(map(str, cuda_version(info["cuda_compiler"])))
-    compiled = f"for {info['cuda_archs']}, with CUDA {runtime}, which is in the module"
-    yield "compiler", info["compiler"]
-    yield "instruction sets", ", ".join(info["isa"])
-    yield "OpenMP", "yes" if info["openmp"] else "no: kernels use one thread"
-    yield "CUDA kernels", compiled if info["cuda"] else f"none: {info['cuda_note']}"
+    runtime = ".".join(map(str, cuda_version(_C.cuda_compiler)))
+    compiled = f"for {_C.cuda_archs}, with CUDA {runtime}, which is in the module"
+    yield "compiler", _C.compiler
+    yield "instruction sets", ", ".join(_C.isa)
+    yield "OpenMP", "yes" if _C.openmp else "no: kernels use one thread"
+    yield "CUDA kernels", compiled if _C.cuda else f"none: {_C.cuda_note}"
 
 
 def _backends() -> Lines:

@@ -26,12 +26,13 @@ class BestValueController(NearPeak):
 
     First, where a knob has values, multipliers or a ratio: after ``cycles`` cycles its base value
     moves to the one with the lowest mean training loss. Replicas try another one in each cycle, so
-    what their data do is averaged out. One with a loss that is missing or not finite never wins.
-    A replica that has a finite loss at none of several values is left out; if only it has tried a
-    value, nothing moves.
+    what their data do is averaged out. One with a loss that is missing or not finite never wins: it
+    may have diverged. A replica that has a finite loss at none of several values is left out; if
+    only it has tried a value, nothing moves.
     Then half of the replicas train a little above the base value and half below, as far as the
     knob's spread says or else ``spread``. It moves to that half if its loss was lower in each of
-    ``cycles`` cycles: without an effect that happens in 2 of 2**cycles decisions.
+    ``cycles`` cycles: without an effect that happens in 2 of 2**cycles decisions. A replica without
+    a finite loss is left out of its half in that cycle, which counts if others of it have one.
 
     Args:
         cycles: watched for a decision.
@@ -134,7 +135,7 @@ class BestValueController(NearPeak):
         counts = all(self.look(evidence)) and differs
         if self.corrections != list(evidence.corrections):  # also by a rollback or by hand
             self.window, self.corrections = [], list(evidence.corrections)
-        if not counts or not any(loss is not None for loss in evidence.losses):
+        if not counts or not self._can_compare(evidence):
             return nothing
         grids = [{*row} for row in evidence.planned]
         if self.window and grids != [{*row} for row in self.window[-1][1:]]:
@@ -144,9 +145,9 @@ class BestValueController(NearPeak):
         if len(self.window) < self.cycles:
             return nothing
         found = [
-            _better_half(_points(self.window, k, 1))
+            _better_half(_points(self.window, k, are_halves=True))
             if self.has_chosen
-            else _best(_points(self.window, k, 2))
+            else _best(_points(self.window, k, are_halves=False))
             if chooses
             else None
             for k, chooses in enumerate(self._chooses)
@@ -160,6 +161,12 @@ class BestValueController(NearPeak):
             for k, (best, lost) in enumerate(zip(found, is_lost, strict=True))
         ]
 
+    def _can_compare(self, evidence: Evidence) -> bool:
+        """Is there a loss, and in both halves?"""
+        known = [r for r, loss in enumerate(evidence.losses) if loss is not None]
+        rows = evidence.planned if self.has_chosen else []
+        return bool(known) and all({min(row), max(row)} <= {row[r] for r in known} for row in rows)
+
     def _decide(self, k: int, best: float | None, evidence: Evidence) -> Decision:
         if best is None:
             return Decision()
@@ -170,20 +177,20 @@ class BestValueController(NearPeak):
         return Decision(factor=scale.factor_to(best), note=note)
 
 
-def _points(window: Sequence[Sequence[Sequence[float]]], k: int, several: int) -> list[Points]:
-    """[cycle] of knob k. Replicas without a loss at so many values are broken; it is NaN where
-    nobody else has tried a value."""
+def _points(window: Sequence[Sequence[Sequence[float]]], k: int, are_halves: bool) -> list[Points]:
+    """[cycle] of knob k. Missing losses of halves do not count, nor do those of a broken replica,
+    which has none at several values; it is NaN where nobody else has tried a value."""
     every = [list(zip(rows[0], rows[1 + k], strict=True)) for rows in window]
     broken = {
         replica
         for replica, pairs in enumerate(zip(*every, strict=False))
-        if all(loss == math.inf for loss, _ in pairs) and len({rho for _, rho in pairs}) >= several
+        if all(loss == math.inf for loss, _ in pairs) and len({rho for _, rho in pairs}) > 1
     }
     cycles: list[Points] = []
     for pairs in every:
         by_value: dict[float, list[float]] = {rho: [] for rho in sorted(rho for _, rho in pairs)}
         for replica, (loss, rho) in enumerate(pairs):
-            if replica not in broken:
+            if loss < math.inf or not (are_halves or replica in broken):
                 by_value[rho].append(loss)
         cycles.append([(rho, fmean(of) if of else math.nan) for rho, of in by_value.items()])
     return cycles

@@ -184,7 +184,7 @@ class Engine:
                 "hdet.Plan, such as hdet.Plan(spread=False)"
             )
         try:
-            plan.check(len(self.knobs), self.replicas, controller.measurements)
+            plan.check(self.knobs, self.replicas, controller.measurements)
         except ValueError as error:
             raise ValueError(f"controller {controller.name!r}: {error}") from None
         return plan

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from .evidence import KnobSpec
 from .validate import finite
 
 __all__ = ["Decision", "Plan"]
@@ -20,9 +21,12 @@ class Plan:
     measures: Sequence[str] = ()
     """Names of the controller's measurements that run in this cycle."""
     multipliers: Sequence[Sequence[float]] | None = None
-    """[knob][replica]: what replicas try in the place of what is drawn for them; each above 0."""
+    """[knob][replica]: what replicas try in the place of what is drawn for them; each above 0.
+    Replicas are alike in a knob with spread 0: by it a run knows what they can differ in."""
 
-    def check(self, knobs: int, replicas: int, measurements: Collection[str]) -> None:
+    def check(
+        self, knobs: Sequence[KnobSpec], replicas: int, measurements: Collection[str]
+    ) -> None:
         """Raises ValueError for the plan of another run: its multipliers, or what it measures."""
         names = self.measures
         is_list = isinstance(names, Collection) and not isinstance(names, str)
@@ -34,13 +38,19 @@ class Plan:
         if self.multipliers is None:
             return
         table = self.multipliers
-        is_table = isinstance(table, Sequence) and len(table) == knobs
+        is_table = isinstance(table, Sequence) and len(table) == len(knobs)
         is_table = is_table and all(isinstance(x, Sequence) and len(x) == replicas for x in table)
         if not is_table or not all(finite(rho) and rho > 0 for row in table for rho in row):
             raise ValueError(
-                f"a plan's multipliers must be {knobs} rows (one a knob) of {replicas} positive "
-                f"numbers (one a replica), got {self.multipliers!r}"
+                f"a plan's multipliers must be {len(knobs)} rows (one a knob) of {replicas} "
+                f"positive numbers (one a replica), got {table!r}"
             )
+        for knob, row in zip(knobs, table, strict=True):
+            if not knob.grid.explores and len(set(row)) > 1:
+                raise ValueError(
+                    f"a plan's multipliers are {[*row]} for the knob {knob.name!r}, whose spread "
+                    "is 0, by which replicas are alike in it: give it a spread"
+                )
 
 
 @dataclass(frozen=True)

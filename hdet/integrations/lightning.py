@@ -75,6 +75,8 @@ class HdetCallback(Adapter, _Callback):
         the module when training ends, by which time it is the replicas' mean."""
         others = [callback for callback in trainer.callbacks if callback is not self]
         trainer.callbacks = [self, *others]
+        if stage == "fit":
+            self.ensembles = []  # of an earlier fit, which would average in the sanity check
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.trainer, self.module = trainer, pl_module

@@ -94,7 +94,7 @@ def average_plan(
     if len(params) == 0 or len(params[0]) == 0:
         raise ValueError("there are no parameters to plan for")
     chosen = select(backend, checks.device_of(params[0][0], "tensor 0 of replica 0"))
-    checks.check_apart(checks.check_sets(params, masters, "tensor"))
+    checks.check_apart(checks.check_sets(params, masters, noun="tensor"))
     return chosen.average_plan(params, masters)
 
 

@@ -113,34 +113,39 @@ def check_apart(tensors: Iterable[tuple[str, Tensor]]) -> None:
             raise ValueError(f"{one} and {other} overlap in memory: give each its own")
 
 
-def check_gradients_apart(gradients: Column) -> None:
+def check_gradients_apart(gradients: Column, numbers: Sequence[int]) -> None:
     """Of a step that zeroes them: one that two parameters share would be zeros for the second."""
-    pairs = enumerate(gradients)
+    pairs = zip(numbers, gradients, strict=True)
     check_apart((f"the gradient of parameter {i}", g) for i, g in pairs if g is not None)
 
 
 def check_sets(
-    params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None, noun: str = "parameter"
+    params: Sequence[Sequence[Tensor]],
+    masters: Sequence[Column] | None,
+    numbers: Sequence[int] | None = None,
+    noun: str = "parameter",
 ) -> list[tuple[str, Tensor]]:
     """K equally long lists of tensors of equal shapes and dtypes at equal places, and their
-    masters: one format speaks for all replicas. Returns all of them with their names."""
+    masters: one format speaks for all replicas. Returns all of them with their names, by `numbers`,
+    default their positions."""
     first, count = params[0], len(params)
-    device = device_of(first[0], f"{noun} 0")
+    numbers = range(len(first)) if numbers is None else numbers
+    device = device_of(first[0], f"{noun} {numbers[0]}")
     if masters is not None and len(masters) != count:
         raise ValueError(f"masters has {len(masters)} lists for {count} replicas")
     named: list[tuple[str, Tensor]] = []
     for k, row in enumerate(params):
         of = f" of replica {k}" if count > 1 else ""
         _check_length(row, f"params{of}", len(first), f"{noun}s")
-        for i, tensor in enumerate(row):
+        for i, tensor, like in zip(numbers, row, first, strict=True):
             name = f"{noun} {i}{of}"
             check_tensor(tensor, name, device)
-            check_same_shape(tensor, first[i], name, f"{noun} {i} of replica 0")
+            check_same_shape(tensor, like, name, f"{noun} {i} of replica 0")
             named.append((name, tensor))
-        _check_alike(row, first, "", k)
+        _check_alike(row, first, numbers, noun, k)
         if masters is not None:
-            named += _check_masters(row, masters[k], of)
-            _check_alike(masters[k], masters[0], "master of ", k)
+            named += _check_masters(row, masters[k], numbers, of)
+            _check_alike(masters[k], masters[0], numbers, f"master of {noun}", k)
     return named
 
 
@@ -149,23 +154,27 @@ def _check_length(column: Sequence[object], name: str, count: int, of: str = "pa
         raise ValueError(f"{name} has {len(column)} entries, but there are {count} {of}")
 
 
-def _check_alike(column: Column, first: Column, prefix: str, k: int) -> None:
-    for i, tensors in enumerate(zip(column, first, strict=True)):
+def _check_alike(column: Column, first: Column, numbers: Sequence[int], noun: str, k: int) -> None:
+    for i, *tensors in zip(numbers, column, first, strict=True):
         dtype, like = (None if tensor is None else tensor.dtype for tensor in tensors)
         if dtype != like:
             raise TypeError(
-                f"{prefix}tensor {i} of replica {k} has the dtype {dtype}, but that of replica 0 "
+                f"{noun} {i} of replica {k} has the dtype {dtype}, but that of replica 0 "
                 f"has {like}; replicas are alike"
             )
 
 
 def _check_masters(
-    params: Sequence[Tensor], masters: Column, of: str, any_strides: bool = False
+    params: Sequence[Tensor],
+    masters: Column,
+    numbers: Sequence[int],
+    of: str = "",
+    any_strides: bool = False,
 ) -> list[tuple[str, Tensor]]:
     """With their names."""
     _check_length(masters, f"masters{of or ' (or lower halves)'}", len(params))
     named = []
-    for i, (param, master) in enumerate(zip(params, masters, strict=True)):
+    for i, param, master in zip(numbers, params, masters, strict=True):
         if master is None:
             continue
         name = f"master of parameter {i}{of}"
@@ -193,17 +202,15 @@ def check_step_tensors(tensors: StepTensors) -> None:
         )
     if t.stochastic is not None and not 0 <= t.stochastic < 1 << 64:
         raise ValueError(f"stochastic={t.stochastic} must be a seed from 0 to 2^64 - 1, or None")
-    named = check_sets(t.params, t.masters)
-    count, device = len(t.params[0]), t.params[0][0].device
-    for name in ("groups", "steps", "ids"):
-        if (column := getattr(t, name)) is not None:
-            _check_length(column, name, count)
+    for name, column in (("groups", t.groups), ("steps", t.steps), ("ids", t.numbers)):
+        _check_length(column, name, len(t.params[0]))
+    named, device = check_sets(t.params, t.masters, t.numbers), t.params[0][0].device
     if sorted(set(t.groups)) != list(range(len(set(t.groups)))):
         raise ValueError(
             f"groups must number the settings from 0 without a gap, got {sorted(set(t.groups))}"
         )
     for key, counters in (("step", t.steps), ("ema_step", t.ema_steps)):
-        for i, step in enumerate(counters):
+        for i, step in zip(t.numbers, counters, strict=False):
             name = f"{key} of parameter {i}"
             check_tensor(step, name, device, FLOATS[:1])
             if step.dim() != 0:
@@ -222,7 +229,7 @@ def _check_emas(t: StepTensors) -> Iterable[tuple[str, Tensor]]:
         _check_length(sets, f"average {j}", t.num_replicas, "replicas")
         for k, column in enumerate(sets):
             _check_length(column, f"average {j} of replica {k}", len(t.params[0]))
-            for i, (average, param) in enumerate(zip(column, t.params[k], strict=True)):
+            for i, average, param in zip(t.numbers, column, t.params[k], strict=True):
                 whose = f"average {j} of parameter {i} of replica {k}"
                 check_tensor(average, whose, param.device, FLOATS[:1])
                 check_same_shape(average, param, whose, "the parameter")
@@ -243,24 +250,27 @@ def _check_moments(t: StepTensors) -> Iterable[tuple[str, Tensor]]:
         exact, scales = name in rule.exact, t.scales_of(j)
         _check_length(t.moments[j], name, len(params))
         _check_length(scales, f"scales of {name}", len(params))
-        for i, (moment, scale) in enumerate(zip(t.moments[j], scales, strict=True)):
-            whose = f"{name} of parameter {i}"
+        columns = zip(t.numbers, params, t.moments[j], scales, strict=True)
+        for i, (number, param, moment, scale) in enumerate(columns):
+            whose = f"{name} of parameter {number}"
             if moment is None:
                 if rule.kept_if is None:  # else: see check_settings
                     raise ValueError(f"{whose} is missing; {t.rule} needs it")
                 continue
-            check_tensor(moment, whose, params[i].device, FLOATS[:1] if exact else MOMENTS)
-            check_same_shape(moment, params[i], whose, f"parameter {i}")
+            check_tensor(moment, whose, param.device, FLOATS[:1] if exact else MOMENTS)
+            check_same_shape(moment, param, whose, f"parameter {number}")
             yield whose, moment
             if not exact and (moment.dtype == CODES) != (i in coded):
                 names = " and ".join(name for name in rule.moments if name not in rule.exact)
-                raise TypeError(f"{names} of parameter {i} must all be {CODES}, or none of them")
+                raise TypeError(
+                    f"{names} of parameter {number} must all be {CODES}, or none of them"
+                )
             if (moment.dtype == CODES) != (scale is not None):
                 raise ValueError(
                     f"{whose} ({moment.dtype}) must have scales if it is {CODES}, and none else"
                 )
             if scale is not None:
-                check_tensor(scale, f"scales of {whose}", params[i].device, FLOATS[:1])
+                check_tensor(scale, f"scales of {whose}", param.device, FLOATS[:1])
                 if scale.shape != (blocks := count_scales(moment.numel()),):
                     raise ValueError(
                         f"scales of {whose} has the shape {tuple(scale.shape)}, it must be "
@@ -269,12 +279,14 @@ def _check_moments(t: StepTensors) -> Iterable[tuple[str, Tensor]]:
                 yield f"scales of {whose}", scale
 
 
-def check_gradients(gradients: Sequence[object], params: Sequence[Tensor]) -> None:
+def check_gradients(
+    gradients: Sequence[object], params: Sequence[Tensor], numbers: Sequence[int]
+) -> None:
     """For each parameter None, or a gradient: float32, bfloat16 or float16 of the parameter's
     shape, dense, contiguous, on its device."""
     if len(gradients) != len(params):
         raise ValueError(f"{len(gradients)} gradients for {len(params)} parameters")
-    for i, (gradient, param) in enumerate(zip(gradients, params, strict=True)):
+    for i, gradient, param in zip(numbers, gradients, params, strict=True):
         name = f"the gradient of parameter {i}"
         if gradient is None:
             continue
@@ -298,22 +310,21 @@ def check_pairs(
         for name, tensor in ((f"source {i}", source), (f"destination {i}", destination)):
             if not any_layout:
                 check_tensor(tensor, name, device)
-            elif (
-                not device_of(tensor, name)
-                or tensor.layout != torch.strided
-                or not tensor.is_floating_point()
-            ):
+                continue
+            device_of(tensor, name)  # refuses what is no tensor
+            if tensor.layout != torch.strided or not tensor.is_floating_point():
                 raise TypeError(
                     f"{name} ({tensor.dtype}, {tensor.layout}) must be a dense tensor of floating "
                     "point: use .to_dense()"
                 )
         check_same_shape(destination, source, f"destination {i}", "its source")
+    numbers = range(len(sources))
     written = [(f"destination {i}", tensor) for i, tensor in enumerate(destinations)]
     if masters is not None:
-        written += _check_masters(destinations, masters, "", any_layout)
+        written += _check_masters(destinations, masters, numbers, any_strides=any_layout)
     read = [(f"source {i}", tensor) for i, tensor in enumerate(sources)]
     if source_lowers is not None:
-        read += _check_masters(sources, source_lowers, "", any_layout)
+        read += _check_masters(sources, source_lowers, numbers, any_strides=any_layout)
         for i, lower in enumerate(source_lowers):
             if lower is not None and not is_lower(lower):
                 raise TypeError(
@@ -368,8 +379,8 @@ def check_settings(settings: Sequence[StepSettings], tensors: StepTensors) -> No
         value = getattr(settings[group], kept_if)  # type: ignore[arg-type]
         if value != 0 and tensors.moments[0][i] is None:
             raise ValueError(
-                f"{kept_if} is {value}, but {RULES[tensors.rule].moments[0]} of parameter {i} is "
-                "missing: plan again with one"
+                f"{kept_if} is {value}, but {RULES[tensors.rule].moments[0]} of parameter "
+                f"{tensors.numbers[i]} is missing: plan again with one"
             )
 
 

@@ -22,18 +22,19 @@ class StepTensors:
     one device, K sets of parameters.
 
     params: K lists of n tensors, float32, bfloat16 or float16; equal shapes and dtypes in all
-    lists. groups: which entry of the settings tensor i uses. Numbered from 0 without a gap. steps:
-    torch's step counters, 0-d float32 tensors on the parameters' device; counted up by the step.
-    Each speaks for its own tensor.
+        lists.
+    groups: which entry of the settings each tensor uses. Numbered from 0 without a gap.
+    steps: torch's step counters, one of each tensor: 0-d float32 tensors on its device, counted up
+        by the step.
     moments: n tensors for each moment of the rule (`RULES`), in its order: float32, bfloat16, or
-    the uint8 codes of numbers.py, then for all moments of a tensor; but a rule's exact ones are
-    float32. SGD without momentum has None.
+        the uint8 codes of numbers.py, then for all moments of a tensor; but a rule's exact ones are
+        float32. SGD without momentum has None.
     scales: the same of codes, float32, one for each block of 256 elements; None for other tensors,
-    and where no tensor has codes.
+        and where no tensor has codes.
     masters: K lists. None for a parameter without one; float32: the parameter is its rounded copy;
-    int16: the lower half of a bfloat16 parameter's exact float32 value; int8: the first 8 bits of
-    it, of a value of 24 bits (the split forms, csrc/core/numbers.h).
-    ids: numbers of the tensors for stochastic rounding, default their positions.
+        int16: the lower half of a bfloat16 parameter's exact float32 value; int8: the first 8 bits
+        of it, of a value of 24 bits (the split forms, csrc/core/numbers.h).
+    ids: numbers of the tensors in messages and for stochastic rounding, default their positions.
     stochastic: the seed of stochastic rounding of bfloat16 parameters without a master, values of
         24 bits and bfloat16 second moments; None rounds to nearest.
     first_replica: number of the first of the K replicas, for random numbers.
@@ -65,6 +66,11 @@ class StepTensors:
     def num_groups(self) -> int:
         return 1 + max(self.groups)
 
+    @property
+    def numbers(self) -> Sequence[int]:
+        """`ids`, or positions."""
+        return range(len(self.params[0])) if self.ids is None else self.ids
+
     def coded(self) -> list[int]:
         """The tensors whose moments are codes."""
         return [
@@ -81,10 +87,12 @@ class StepOptions:
     """What is folded into one step.
 
     grad_scale: one-element float32 tensor on the device: the gradients are that many times too
-    large (torch's GradScaler). found_inf: one-element float32 tensor on the device: anything but 0
-    skips the step and its counters. max_norm: clip by the global norm of the unscaled gradients, as
-    torch.nn.utils.clip_grad_norm_; a norm that is not finite skips
-        the step. math.inf measures and skips without clipping. 0: no norm is taken.
+        large (torch's GradScaler).
+    found_inf: one-element float32 tensor on the device: anything but 0 skips the step and its
+        counters.
+    max_norm: clip by the global norm of the unscaled gradients, as
+        torch.nn.utils.clip_grad_norm_; a norm that is not finite skips the step. math.inf measures
+        and skips without clipping. 0: no norm is taken.
     zero_gradients: the gradients are zeros afterwards, also after a skipped step.
     """
 

@@ -33,26 +33,21 @@ _ORDER = {"cpu": ("cpu", "torch"), "cuda": ("cuda", "triton", "torch")}
 # -- does it work here? ----------------------------------------------------------------------------
 
 
-def _cpu_state(_: torch.device | None) -> str:
-    return native.missing or USABLE
-
-
 def _cuda_state(device: torch.device | None) -> str:
     if native.missing is not None:
         return native.missing
     if torch.version.hip is not None:
         return "hdet's CUDA kernels do not run on AMD's GPUs"
-    info = native._C.build_info()
-    if not info["cuda"]:
+    if not native._C.cuda:
         return (
-            f"hdet has no CUDA kernels: {info['cuda_note']}. Install the CUDA toolkit, 12.0 or "
+            f"hdet has no CUDA kernels: {native._C.cuda_note}. Install the CUDA toolkit, 12.0 or "
             "later, and reinstall with HDET_CUDA=1"
         )
     if not torch.backends.cuda.is_built():
         return "this torch was built without CUDA"
     if not torch.cuda.is_available():
         return "torch finds no usable CUDA device or driver"
-    toolkit, driver = cuda_version(info["cuda_compiler"]), driver_version()
+    toolkit, driver = cuda_version(native._C.cuda_compiler), driver_version()
     if driver[0] < toolkit[0]:
         return (
             f"the NVIDIA driver is one of CUDA {_dotted(driver)}, hdet was built with CUDA "
@@ -61,10 +56,10 @@ def _cuda_state(device: torch.device | None) -> str:
         )
     capability = torch.cuda.get_device_capability(device)
     compiles = driver >= toolkit
-    if not any(_runs_on(arch, capability, compiles) for arch in info["cuda_archs"].split()):
+    if not any(_runs_on(arch, capability, compiles) for arch in native._C.cuda_archs.split()):
         return (
             f"the device has compute capability {_dotted(capability)}, hdet was built for "
-            f"{info['cuda_archs']}: reinstall with "
+            f"{native._C.cuda_archs}: reinstall with "
             f'HDET_CUDA_ARCHS="{capability[0]}{capability[1]}"'
         )
     return USABLE
@@ -126,15 +121,11 @@ def _has_c_compiler() -> bool:
     return any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang"))))
 
 
-def _torch_state(_: torch.device | None) -> str:
-    return USABLE
-
-
 _STATES: dict[str, Callable[[torch.device | None], str]] = {
-    "cpu": _cpu_state,
+    "cpu": lambda _: native.missing or USABLE,
     "cuda": _cuda_state,
     "triton": _triton_state,
-    "torch": _torch_state,
+    "torch": lambda _: USABLE,
 }
 """To ask may import Triton or start CUDA: `select` asks those only that it may take."""
 

@@ -82,9 +82,8 @@ class TableStepPlan:
         self.codebooks = memory.place(codebook()) if t.coded() else None
         self.chunks = self._cut()
         self.num_sums = len(RULES[t.rule].trace.sums)
-        ids = range(self.count) if t.ids is None else t.ids
         self.numbers = memory.place(
-            torch.tensor([*ids, *t.groups], dtype=torch.int32, device="cpu")
+            torch.tensor([*t.numbers, *t.groups], dtype=torch.int32, device="cpu")
         )
         self.spans = memory.place(self.chunks.spans(self.elements)) if self.num_sums else None
         self.placed_chunks = memory.place(self.chunks.table)
@@ -139,7 +138,7 @@ class TableStepPlan:
     ) -> None:
         self._take_gradients(gradients)
         if options.zero_gradients and not self._apart:
-            check_gradients_apart(gradients)
+            check_gradients_apart(gradients, self.tensors.numbers)
             self._apart = True
         self._take_settings(settings, options)
         carried = self.inputs.to_carry(self.memory.carries)
@@ -192,7 +191,7 @@ class TableStepPlan:
         unusual = changes == self.reader.UNUSUAL
         retyped = unusual or changes & self.reader.RETYPED != 0  # the first ones, mostly
         if unusual:
-            check_gradients(gradients, self.tensors.params[0])
+            check_gradients(gradients, self.tensors.params[0], self.tensors.numbers)
             addresses = [
                 0 if g is None else g.data_ptr() if g.numel() else self.reader.EMPTY
                 for g in gradients

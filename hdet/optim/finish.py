@@ -1,5 +1,4 @@
-"""What an optimizer does beside its step: the mean over its replicas, clipping over shards, values
-to other tensors."""
+"""What an optimizer does beside its step: the mean over its replicas, and clipping over shards."""
 
 from __future__ import annotations
 

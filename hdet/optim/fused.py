@@ -460,7 +460,8 @@ class FusedOptimizer(Optimizer):
             for part in self._parts(device, [members[i] for i in places])
         ]
         parts.sort(key=lambda part: part.in_turns)  # last: kernels may still refuse
-        return Planned(params, sized, parts, members, states, entries, container)
+        numbers = range(first, first + len(params))
+        return Planned(params, sized, parts, members, states, entries, container, numbers)
 
     def _parts(self, device: torch.device, members: list[Member]) -> list[Part]:
         """Plans for parameters of one device."""
@@ -768,6 +769,7 @@ class FusedOptimizer(Optimizer):
     # -- averages over time ------------------------------------------------------------------------
 
     @contextmanager
+    @torch.no_grad()
     def averaged(self, number: int = 0) -> Iterator[None]:
         """Inside, the parameters are their average over time (`ema`), of which `number` chooses
         one: to evaluate the model, or to save it. Afterwards they are the weights again, bitwise,
@@ -803,14 +805,12 @@ class FusedOptimizer(Optimizer):
         weights = [own.detach().clone() for own, _ in pairs]
         self.is_averaged = True
         try:
-            with torch.no_grad():
-                for own, average in pairs:
-                    own.copy_(average)
+            for own, average in pairs:
+                own.copy_(average)
             yield
         finally:
-            with torch.no_grad():
-                for (own, _), weight in zip(pairs, weights, strict=True):
-                    own.copy_(weight)
+            for (own, _), weight in zip(pairs, weights, strict=True):
+                own.copy_(weight)
             self.is_averaged = False
             self._refresh_watches()
 

@@ -115,9 +115,10 @@ class GradientCheck:
     """Refuses gradients that no step can use. Those of the shapes and types, and on the device, of
     the ones before are not looked at: the native module tells."""
 
-    def __init__(self, params: list[Tensor]) -> None:
-        """`params`: as their gradients must be, which may be None."""
-        self._params, self._reader = params, gradient_reader(params)
+    def __init__(self, params: list[Tensor], numbers: Sequence[int]) -> None:
+        """`params`: as their gradients must be, which may be None. `numbers`: in messages."""
+        self._params, self._numbers = params, numbers
+        self._reader = gradient_reader(params)
 
     def __call__(self, gradients: Gradients) -> None:
         """Raises ValueError or TypeError."""
@@ -125,7 +126,7 @@ class GradientCheck:
         if changes != self._reader.UNUSUAL and not changes & self._reader.RETYPED:
             return
         try:
-            check_gradients(gradients, self._params)
+            check_gradients(gradients, self._params, self._numbers)
         except (TypeError, ValueError):
             self._reader.forget()  # these are none to compare with
             raise

@@ -170,8 +170,8 @@ def _cut(steps: Sequence[Triple], growth: float) -> list[int]:
 def symmetric_product(x: Tensor, backend: str) -> SymmetricProduct:
     """The fastest there is for matrices like `x`: a Triton kernel for 16 bits on CUDA (and where it
     is asked for), else torch's."""
-    suits = x.is_cuda and x.dtype != torch.float32 and backend != "torch"
-    if backend == "triton" or (suits and kernels.state("triton", x.device) == kernels.USABLE):
+    may = x.is_cuda and backend != "torch" and kernels.state("triton", x.device) == kernels.USABLE
+    if x.dtype != torch.float32 and (backend == "triton" or may):
         from hdet.kernels.triton import symmetric_products
 
         return symmetric_products.product

@@ -116,12 +116,12 @@ def _read(shape: Sequence[int], higher: str | None, sizes: Any, what: str) -> Re
         )
     flat = higher == "flatten" and len(shape) > 2
     rows, columns = (shape[0], math.prod(shape[1:])) if flat else shape[-2:]
-    if not sizes:
+    if sizes is None:
         return Reading(flat, ())
     fits = isinstance(sizes, Sequence) and all(isinstance(x, int) and x > 0 for x in sizes)
     if not fits or sum(sizes) not in (rows, rows if flat else columns):
         raise ValueError(
-            f"splits={sizes} of {what}, of shape {tuple(shape)}, must be whole numbers that add up "
-            f"to its {rows} rows{'' if flat else f' or {columns} columns'}"
+            f"splits={sizes} of {what}, of shape {tuple(shape)}, must be a list of whole numbers "
+            f"that add up to its {rows} rows{'' if flat else f' or {columns} columns'}"
         )
     return Reading(flat, tuple(sizes), -2 if sum(sizes) == rows else -1)

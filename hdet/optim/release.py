@@ -31,23 +31,24 @@ class _Alone:
 
     number: int
     """among all parameters"""
-    sizes: list[int]
-    """of the groups, which have this parameter alone"""
+    group: int
     planned: Planned | None = None
 
 
 class GradientRelease:
-    """The steps of one optimizer in its backward passes, and what `step()` says of them."""
+    """Steps one optimizer's parameters in backward passes; its `step()` calls `end`."""
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._hooked: set[Tensor] = set()
         self._alone: dict[Tensor, _Alone] = {}
+        """all parameters of the groups, from the first that is stepped on"""
         self._listed: list[Tensor | None] = []
-        """the parameters that these were found among; None ends a group"""
+        """the same, in turn; None ends a group"""
         self._stepped: dict[Tensor, _Alone] = {}
+        """since the last `step()`"""
         self._scale: Tensor | None = None
-        """what gradients of this step are divided by, by that norm"""
+        """what gradients of this step are divided by, so that the last norm is clipped"""
         self._max_norm: float | None = None
         """of this step, from its first gradient on"""
         self._written: list[Any] = []
@@ -91,9 +92,10 @@ class GradientRelease:
         alone = self._alone.get(param) or self._find(optimizer, param)
         if alone is None:
             return
+        # as if the groups had no other parameter
         sized = [
-            (size, optimizer._rule_of(group).kind(group))
-            for size, group in zip(alone.sizes, optimizer.param_groups, strict=True)
+            (int(i == alone.group), optimizer._rule_of(group).kind(group))
+            for i, group in enumerate(optimizer.param_groups)
         ]
         planned, state = alone.planned, optimizer.state[param]
         if (
@@ -115,15 +117,14 @@ class GradientRelease:
 
     def _find(self, optimizer: FusedOptimizer, param: Tensor) -> _Alone | None:
         """None: it is in no group any more."""
-        found = [i for i, one in enumerate(optimizer._listed()) if one is param]
-        if not found:
-            return None
-        sizes = [sum(p is param for p in group["params"]) for group in optimizer.param_groups]
-        made = self._alone[param] = _Alone(found[0], sizes)
-        return made
+        groups = enumerate(optimizer.param_groups)
+        placed = [(one, i) for i, group in groups for one in group["params"]]
+        for number, (one, i) in enumerate(placed):
+            self._alone.setdefault(one, _Alone(number, i))
+        return self._alone.get(param)
 
     def _begin(self, optimizer: FusedOptimizer) -> None:
-        """A step; groups may have been written to since the last one."""
+        """The first gradient of a step is there."""
         listed = [x for group in optimizer.param_groups for x in (*group["params"], None)]
         if not lists.same(listed, self._listed):
             self.forget()

@@ -42,30 +42,6 @@ from .moment_storage import EIGHT_BIT
 from .release import weakly
 from .schedule_free import ScheduleFree
 
-__all__ = [
-    "CycleStarts",
-    "Masters",
-    "OwnData",
-    "Snapshot",
-    "attach_hook",
-    "beside",
-    "forget_states",
-    "in_train_mode",
-    "inner_optimizer",
-    "is_known",
-    "is_schedule_free",
-    "keeps_codes",
-    "keeps_emas",
-    "keeps_weights",
-    "keys_of_own",
-    "masters_of",
-    "optimizers_in",
-    "owners_in",
-    "reset_moments",
-    "weight_keys",
-    "without_hooks",
-]
-
 Masters = Callable[[], Sequence[torch.Tensor | None]]
 """Gives the master of each of some tensors, or None. Asked whenever they are needed, because an
 optimizer makes masters in its first step."""

@@ -135,7 +135,7 @@ class Planned:
     They are made for the parameters that have had a gradient, by place: `members`. A step leaves
     those of them alone that have none. `groups`: of each its size, and what plans rely on.
     `states`: of all parameters that have one, with `entries`, which go into `container` once a
-    step has been done.
+    step has been done. `numbers`: of the parameters in messages.
     """
 
     def __init__(
@@ -147,8 +147,9 @@ class Planned:
         states: Mapping[int, dict[str, Any]],
         entries: Mapping[Tensor, dict[str, Any]],
         container: dict[Tensor, dict[str, Any]],
+        numbers: Sequence[int],
     ) -> None:
-        self.params, self.groups, self.parts = params, groups, parts
+        self.params, self.groups, self.parts, self.numbers = params, groups, parts, numbers
         self.places, self.entries, self.container = list(members), entries, container
         self.outside = set(range(len(params))).difference(members)
         self.watch = Watch((params[i], state) for i, state in states.items())
@@ -164,7 +165,7 @@ class Planned:
         self.clip = ShardedClip(params) if in_turns or self.sharded else None
         self._orders = {i: m.order for i, m in members.items() if m.order is not None}
         laid = [strides.laid(shards.local(p), self._orders.get(i)) for i, p in enumerate(params)]
-        self.check = lists.GradientCheck(laid)
+        self.check = lists.GradientCheck(laid, numbers)
 
         watched = set(map(id, with_shards(self.watch.params)))
         self._writes = [
@@ -230,10 +231,9 @@ class Planned:
     def _own(self, gradients: Gradients) -> Gradients:
         """As they lie on this rank, in the order in which their parameters lie in memory."""
         if self.sharded:
-            pairs = enumerate(zip(gradients, self.params, strict=True))
             gradients = [
                 None if g is None else shards.gradient_on(g, p, f"the gradient of parameter {i}")
-                for i, (g, p) in pairs
+                for i, g, p in zip(self.numbers, gradients, self.params, strict=True)
             ]
         if not self._orders:
             return list(gradients) if self.in_turns else gradients
@@ -264,7 +264,7 @@ class Planned:
         if self.in_turns or len(self.active) > 1 or (takes_norm and self.clip is not None):
             self.check(gradients)
             if any(one.zero_gradients for one in options.values()):
-                check_gradients_apart(gradients)
+                check_gradients_apart(gradients, self.numbers)
         if takes_norm and self.clip is not None:
             options = {device: self.clip(gradients, one) for device, one in options.items()}
         for turn, (n, part) in enumerate(self.active):

@@ -6,8 +6,8 @@ then steps, in all rules alike, by its rate r = lr * multipliers[k] (Eq. 2)::
     p = p * (1 - r * weight_decay) - r * u      a rule that does not read p: decoupled decay
     p = p - r * u                               a rule that does: its decay is part of the gradient
 
-After a change: python csrc/generate.py, which prints csrc/core/rules.h, triton_kernels/rules.py and
-hdet/optim/classes.py, and build again.
+After a change: python csrc/generate.py, which prints triton_kernels/rules.py and
+hdet/optim/classes.py, and build again, which prints the C++ (rules.h).
 """
 
 from __future__ import annotations

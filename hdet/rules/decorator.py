@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .trace import Function, Trace, trace
 
@@ -121,8 +121,9 @@ class Facts:
         return self.kept_if is None or bool(group[self.kept_if] != 0)
 
     @cached_property
-    def ranges(self) -> tuple[tuple[float, float], ...]:
-        return tuple(_range(name)[:2] for name in self.fields)
+    def ranges(self) -> tuple[tuple[str, float, float, str], ...]:
+        """Of each of `fields`: its name, and what `_range` says."""
+        return tuple((name, *_range(name)) for name in self.fields)
 
     @cached_property
     def nesterov(self) -> Callable[[Sequence[float]], tuple[float, ...]] | None:
@@ -134,9 +135,9 @@ class Facts:
     def check(self, values: Sequence[float], whose: str) -> None:
         """Raises ValueError for a hyperparameter out of range, of `values` as numbers. NaN fails
         every comparison."""
-        for (least, limit), value in zip(self.ranges, values, strict=True):
+        for (name, least, limit, words), value in zip(self.ranges, values, strict=True):
             if not least <= value < limit:
-                self._refuse(values, whose)
+                raise ValueError(f"{name}={value} of {whose} must be {words}")
         if self.nesterov is not None:
             nesterov, momentum, dampening = self.nesterov(values)
             if nesterov and (momentum == 0 or dampening != 0):
@@ -144,15 +145,6 @@ class Facts:
                     f"nesterov=True of {whose} needs momentum > 0 and dampening 0, got {momentum} "
                     f"and {dampening}"
                 )
-
-    def _refuse(self, values: Sequence[float], whose: str) -> NoReturn:
-        wrong = next(
-            (name, value, words)
-            for name, value in zip(self.fields, values, strict=True)
-            for least, limit, words in [_range(name)]
-            if not least <= value < limit
-        )
-        raise ValueError("{}={} of {whose} must be {}".format(*wrong, whose=whose))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -204,7 +196,7 @@ def _range(name: str) -> tuple[float, float, str]:
 
 
 RULES: dict[str, Rule] = {}
-"""by name, in the order of csrc/core/rules.h: Rule"""
+"""by name, in the order of the C++: enum Rule of rules.h, which the build prints"""
 
 
 def rule(

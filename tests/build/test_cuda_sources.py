@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from benchmarks import compiled
 from hdet import _C
 from hdet.rules import RULES
 
-from .tools import ROOT, nvcc
+from .tools import ROOT, include_rules, nvcc
 
 SOURCES = ROOT / "csrc" / "cuda"
 pytestmark = pytest.mark.skipif(nvcc() is None, reason="there is no nvcc here")
@@ -46,7 +47,7 @@ def ptx() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("source", KERNELS)
-def test_no_source_has_a_warning(source: str) -> None:
+def test_no_source_has_a_warning(source: str, tmp_path: Path) -> None:
     """As far as PTX; of the rules one."""
     given = [
         "-std=c++17",
@@ -55,6 +56,7 @@ def test_no_source_has_a_warning(source: str) -> None:
         "-Xcompiler=-Wall,-Wextra",
         "-fmad=false",
         "-DHDET_RULE=AdamwRule",
+        include_rules(tmp_path),
     ]
     built = subprocess.run(
         [str(nvcc()), *given, "-ptx", "-o", os.devnull, str(SOURCES / source)],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -22,6 +24,14 @@ def setup_module() -> ModuleType:
 
 def nvcc() -> str | None:
     return setup_module().find_nvcc()
+
+
+def include_rules(folder: Path) -> str:
+    """A compiler flag: rules.h is printed into this folder, as pip's build does, without torch."""
+    printed = [sys.executable, "-IS", str(ROOT / "csrc" / "generate.py"), "--cpp"]
+    with (folder / "rules.h").open("w") as file:
+        subprocess.run(printed, stdout=file, check=True)
+    return f"-I{folder}"
 
 
 def compiler() -> str | None:

@@ -42,7 +42,7 @@ class Made:
         facts = Run(self.engine.clock, self.engine.knobs, count, floors, seed=seed)
         self.controller.start(facts)
         self.broken: int | None = None
-        """A replica that never has a loss."""
+        """A replica that has no loss."""
 
     def cycle(self, loss: Loss, **schedule: Any) -> CycleOutcome:
         """``loss``: of the first knob's value."""
@@ -117,6 +117,24 @@ def test_a_replica_that_never_has_a_loss_decides_nothing(
     chosen = run.base
     run.cycles(8, lambda value: 1.0)
     assert run.base == chosen and chosen in bases
+
+
+@pytest.mark.parametrize("lost", [0.9, 1.1])
+@pytest.mark.parametrize("count", [2, 4, 9])
+def test_of_halves_a_loss_that_is_missing_is_no_evidence(count: int, lost: float) -> None:
+    """It neither keeps its half from winning nor makes the other one win. Of two replicas such a
+    cycle does not count."""
+
+    def base_after(loss: Loss, *is_lost: bool) -> float:
+        run = Made([Grid(0.1)], count=count)
+        for is_lost_now in is_lost:
+            run.broken = run.engine.multipliers()[0].index(lost) if is_lost_now else None
+            run.cycle(loss)
+        return run.base
+
+    assert base_after(lambda value: 1.0, *[True] * 4) == 1.0
+    for best, half in ((0.5, 0.9), (5.0, 1.1)):
+        assert base_after(bowl(best), False, True, True, False, False, False) == half
 
 
 @pytest.mark.parametrize("highest", [3.0, 3.99, 4.9])

@@ -174,6 +174,17 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_has_changed(
     assert torch.equal(run.weights(), other.weights())
 
 
+def test_a_plan_lets_no_replicas_differ_in_a_knob_with_spread_0() -> None:
+    """Outer, which cannot have replicas that differ and share gradients, knows by the spreads."""
+    controller, optimizer = Odd(), torch.optim.SGD(model().parameters(), lr=0.1)
+    controller.planned = hdet.Plan(multipliers=[[0.5, 1.5]])
+    with pytest.raises(ValueError, match="'listener': .* knob 'lr', whose spread is 0"):
+        hdet.Ensemble(
+            optimizer, knobs=[hdet.LearningRate(spread=0)], controller=controller,
+            replicas=hdet.Replicas(0, 2, None), sync=hdet.Sync(converge=hdet.converge.Outer()),
+        )  # fmt: skip
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_refused_load_warns_of_nothing() -> None:
     run = chained(Listener()).steps(40)

@@ -275,6 +275,17 @@ def test_averages_that_other_callbacks_keep_are_the_replicas_mean_where_others_l
         assert not torch.equal(one[1], one[2][1])
 
 
+def test_nothing_is_averaged_before_training_begins_also_in_a_second_fit(tmp_path: Path) -> None:
+    callback, found = HdetCallback(**STILL), []
+    looks = pl.Callback()
+    looks.on_validation_start = lambda trainer, _: found.append(  # type: ignore[method-assign]
+        (trainer.sanity_checking, callback.ensemble is None)
+    )
+    for _ in range(2):
+        fit(str(tmp_path), STILL, Net(steps=1), before=[looks], make=lambda **_: callback)
+    assert found == 2 * [(True, True), (False, False)]
+
+
 def test_an_average_begins_again_where_the_run_does(tmp_path: Path) -> None:
     average = pl.callbacks.EMAWeightAveraging(decay=0.9)
     module, ensemble = Net(1e6, LOOKED, "constant"), {"search": partial(hdet.AutoLR, budget=0)}

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -83,23 +82,18 @@ def test_what_cannot_be_chosen_is_refused(backend: str, device: str, message: st
 class Module:
     """Stands in for the native one."""
 
-    archs: str = ""
-    note: str = ""
-    toolkit: str = "12.8"
+    cuda_archs: str = ""
+    cuda_note: str = ""
+    cuda_compiler: str = "NVIDIA 12.8.93"
     openmp: bool = True
 
-    def build_info(self) -> dict[str, Any]:
-        cuda, compiler = bool(self.archs), f"NVIDIA {self.toolkit}.93"
-        return {
-            "cuda": cuda,
-            "cuda_archs": self.archs,
-            "cuda_note": self.note,
-            "cuda_compiler": compiler,
-        }
+    @property
+    def cuda(self) -> bool:
+        return bool(self.cuda_archs)
 
 
 NEWEST = Module("75 80 90 100")
-NO_CUDA = Module(note="nvcc was not found when hdet was built")
+NO_CUDA = Module(cuda_note="nvcc was not found when hdet was built")
 
 
 @dataclass(frozen=True)
@@ -165,7 +159,7 @@ OTHERS: dict[str, tuple[Machine, str, str]] = {
         'capability 7.5, hdet was built for 80 90 100.*HDET_CUDA_ARCHS="75".*Triton needs.* 8.0',
     ),
     "old driver": (
-        Machine(Module("90", toolkit="13.0"), driver=(12, 8)),
+        Machine(Module("90", cuda_compiler="NVIDIA 13.0.93"), driver=(12, 8)),
         "triton",
         "driver is one of CUDA 12.8, hdet was built with CUDA 13.0: update the driver",
     ),

@@ -99,6 +99,7 @@ def test_gradients_are_held_without_objects_in_python() -> None:
     assert lists.absent(held) == [1] and lists.chosen(held, [2, 0])[1] is params[0].grad
     assert params[0].grad._use_count() == count + 1
     params[0].grad = None
+    assert held[0] is of() and lists.chosen(held, [1, 0])[1] is of()
     assert reader.read(held) == reader.MOVED | reader.RETYPED
     written = torch.zeros(3, dtype=torch.int64)
     reader.write_addresses(written.data_ptr())

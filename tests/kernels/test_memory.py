@@ -73,7 +73,7 @@ class HostMemory(cuda.CudaMemory):
 
 def test_a_step_with_a_rate_in_a_tensor_can_be_captured(device: SimpleNamespace) -> None:
     p, g, rate = torch.zeros(3), torch.ones(3), torch.tensor(0.5)
-    plan = NativeStepPlan(of_sgd([p]), HostMemory(torch.device("cpu")))
+    plan = NativeStepPlan(of_sgd([p]), HostMemory)
     plan.step([g], [StepSettings(rate.detach())])
     copies, device.capturing = device.copies, True
     plan.step([g], [StepSettings(rate.detach())])
@@ -112,7 +112,7 @@ def test_settings_that_came_along_before_an_interrupt_are_not_taken_for_the_last
     device: SimpleNamespace,
 ) -> None:
     p, g, memory = torch.zeros(3), torch.ones(3), Carrying(torch.device("cpu"))
-    plan = NativeStepPlan(of_sgd([p]), memory)
+    plan = NativeStepPlan(of_sgd([p]), lambda _: memory)
     plan.step([g], [StepSettings(1.0)])
     memory.broken = True
     with pytest.raises(KeyboardInterrupt):
@@ -126,7 +126,7 @@ def test_formats_of_gradients_that_a_capture_refused_travel_afterwards(
     device: SimpleNamespace,
 ) -> None:
     p, memory = torch.zeros(3), HostMemory(torch.device("cpu"))
-    plan = NativeStepPlan(of_sgd([p]), memory)
+    plan = NativeStepPlan(of_sgd([p]), lambda _: memory)
     plan.step([torch.ones(3)], [StepSettings(1.0)])
     device.capturing, half = True, torch.ones(3, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="gradients have moved"):

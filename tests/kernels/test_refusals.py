@@ -200,7 +200,7 @@ OF_PLANS: list[tuple[dict[str, Any], str]] = [
     ({"params": [[X, Y], [X]]}, "params of replica 1 has 1 entries, but there are 2 parameters"),
     (
         {"params": [[X, Y], HALF]},
-        "tensor 0 of replica 1 has the dtype torch.float16, but that of replica 0",
+        "parameter 0 of replica 1 has the dtype torch.float16, but that of replica 0",
     ),
     (
         {"params": [[X, Y], [FLOAT, torch.zeros(2, 3)]]},
@@ -242,7 +242,7 @@ OF_PLANS: list[tuple[dict[str, Any], str]] = [
     ({"masters": [[None, None]] * 2}, "masters has 2 lists for 1 replicas"),
     (
         {"params": [LOW, pair(torch.bfloat16)], "masters": [[X, None], [INTEGERS, None]]},
-        "master of tensor 0 of replica 1 has .*int16, but that of replica 0 has torch.float32",
+        "master of parameter 0 of replica 1 has .*int16, but that of replica 0 has torch.float32",
     ),
     ({"params": [[X, Y]], "moments": [[X, torch.zeros(6)], MOMENT]}, "overlap in memory"),
     ({"stochastic": -1}, "stochastic=-1 must be a seed from 0 to 2"),

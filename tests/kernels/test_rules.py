@@ -1,4 +1,4 @@
-"""The rules in C++ and in Triton are what csrc/generate.py prints of hdet/rules."""
+"""The rules in Triton, and their optimizers, are what csrc/generate.py prints of hdet/rules."""
 
 from __future__ import annotations
 

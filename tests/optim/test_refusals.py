@@ -7,6 +7,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from hdet.optim import (
 )
 from hdet.testing.rules import assert_equal, copies, parameters, run, set_gradients
 
-from .common import BY_NAME, FREE, MUON, Rule, everything, groups
+from .common import BACKENDS, BY_NAME, FREE, MUON, Rule, everything, groups
 
 pytestmark = pytest.mark.filterwarnings("ignore:no parameter's name says")
 
@@ -91,6 +92,7 @@ SETTINGS: dict[Any, list[tuple[Any, ...]]] = {
         ("higher_dims='conv' of .* choose", {"higher_dims": "conv"}, PAIR),
         ("1, 3, 5.*say higher_dims", {**NO_VECTORS, "higher_dims": "flatten"}, EXPERTS_AND_OTHERS),
         ("splits=2 of parameter 0 of .* its 3 rows or 2 columns", {"splits": 2}, [MATRIX]),
+        ("splits=tensor.*a list of wh", {"splits": torch.tensor([1, 2])}, [MATRIX]),
         (r"splits=\(3, 3\) .* its 3 rows or 2 columns", {"splits": (3, 3)}, [MATRIX]),
         ("splits names 'qkv', which is no matrix", {"splits": {"qkv": (1, 2)}}, [("w", MATRIX)]),
         ("splits names 'w', .* has none with a name", {"splits": {"w": (1, 2)}}, [MATRIX]),
@@ -235,6 +237,38 @@ def test_refused_steps_change_nothing(rule: Rule, backend: str, message: str, fi
         with pytest.raises((ValueError, TypeError), match=message):
             optimizer.step()
     assert_equal(everything(optimizer), before)
+
+
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("make", [*(partial(FusedAdamW, backend=b) for b in BACKENDS), FusedMuon])
+@pytest.mark.parametrize(
+    ("message", "is_sparse"),
+    [
+        ("the gradient of parameter 3 has the layout", True),
+        (" of parameter 3 has the shape", False),
+    ],
+)
+def test_numbers_are_among_all_parameters(
+    make: Any, message: str, is_sparse: bool, released: bool
+) -> None:
+    """Plans are of those that have had a gradient; of released ones each has its own."""
+    params = [Parameter(torch.ones(4, 4)) for _ in range(4)]
+    cuts = (params[:2], False), (params[2:], True)
+    optimizer = make([{"params": cut, "use_muon": use} for cut, use in cuts])
+    if released:
+        optimizer.release_gradients()
+
+    def step(is_sparse: bool = False) -> None:
+        row = nn.functional.embedding(torch.tensor(1), params[3], sparse=is_sparse)
+        (params[1].sum() + params[2].sum() + row.sum()).backward()
+        optimizer.step()
+
+    if not is_sparse:
+        step()
+        state = optimizer.state[params[3]]
+        state.update({key: torch.ones(3) for key in state if key != "step"})
+    with pytest.raises((TypeError, ValueError), match=message):
+        step(is_sparse)
 
 
 @pytest.mark.filterwarnings("ignore:tensors on meta")

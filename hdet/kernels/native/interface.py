@@ -81,6 +81,8 @@ def find_interface() -> list[int]:
     bump_version(of(one))
     _check(get_data(of(one), ctypes.byref(address)) == 0 and address.value == one.data_ptr())
     _check(one._version == version + 1)
+    private: Any = torch._C
+    _check(private._wrap_tensor_impl(private._tensor_impl_raw_handle(one)) is one)
     for source, more in ((of(one), 1), (ctypes.byref(_Word(undefined)), 0)):
         _check(assign(source, ctypes.byref(held)) == 0 and one._use_count() == count + more)
     addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]

@@ -3,7 +3,8 @@ which also calls the kernels there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,12 +27,15 @@ class Memory(HostMemory):
         getattr(native._C, "cpu_" + operation)(*arguments, torch.get_num_threads())
 
 
+MakeMemory = Callable[[torch.device], Memory]
+
+
 class NativeStepPlan(TableStepPlan):
     memory: Memory
 
-    def __init__(self, tensors: StepTensors, memory: Memory) -> None:
+    def __init__(self, tensors: StepTensors, memory: MakeMemory) -> None:
         self.plan = native._C.StepPlan()
-        super().__init__(tensors, memory)
+        super().__init__(tensors, memory(tensors.params[0][0].device))
         plan, t, count = self.plan, tensors, self.count
         plan.rule, plan.longest = list(RULES).index(t.rule), self.chunks.longest
         plan.num_chunks, plan.num_tensors = self.chunks.number, count
@@ -98,21 +102,21 @@ class NativeAveragePlan:
         self,
         params: Sequence[Sequence[Tensor]],
         masters: Sequence[Column] | None,
-        memory: Memory,
+        memory: MakeMemory,
     ) -> None:
         self.tensors = (params, masters)  # keeps alive what the tables point to
-        self.memory = memory
+        self.memory = memory(params[0][0].device)
         self.plan = plan = native._C.AveragePlan()
         count, replicas = len(params[0]), len(params)
         plan.num_replicas = replicas
         masters = [[None] * count] * replicas if masters is None else masters
         packed = formats(count, None, params[0], masters[0])
-        self.chunks = _chunks(plan, memory, params[0], packed)
+        self.chunks = _chunks(plan, self.memory, params[0], packed)
         plan.all_float = int(_only_float(params[0], masters[0]))
-        self.addresses = memory.place(address_table(*params, *masters))
+        self.addresses = self.memory.place(address_table(*params, *masters))
         plan.addresses = self.addresses.data_ptr()
         self.weights = torch.zeros(replicas, dtype=torch.float32, device="cpu")
-        self.placed_weights = memory.place(self.weights)
+        self.placed_weights = self.memory.place(self.weights)
         plan.weights = self.placed_weights.data_ptr()
 
     @ranged("hdet.average")
@@ -132,18 +136,19 @@ class NativeCopyPlan:
         destinations: Sequence[Tensor],
         source_lowers: Column | None,
         masters: Column | None,
-        memory: Memory,
+        memory: MakeMemory,
     ) -> None:
         self.tensors = (sources, destinations, source_lowers, masters)  # the tables point to them
-        self.memory = memory
+        self.memory = memory(sources[0].device)
         self.plan = plan = native._C.CopyPlan()
         count = len(sources)
         nothing: Column = [None] * count
         lowers, masters = source_lowers or nothing, masters or nothing
         packed = formats(count, sources, destinations, masters, lowers)
-        self.chunks = _chunks(plan, memory, sources, packed)
+        self.chunks = _chunks(plan, self.memory, sources, packed)
         plan.all_float = int(_only_float(sources, destinations, lowers, masters))
-        self.addresses = memory.place(address_table(sources, lowers, destinations, masters))
+        columns = address_table(sources, lowers, destinations, masters)
+        self.addresses = self.memory.place(columns)
         plan.addresses = self.addresses.data_ptr()
 
     @ranged("hdet.copy")
@@ -156,24 +161,10 @@ class NativeBackend:
     name: ClassVar[str]
     memory: ClassVar[type[Memory]]
 
-    def step_plan(self, tensors: StepTensors) -> NativeStepPlan:
-        return NativeStepPlan(tensors, self.memory(tensors.params[0][0].device))
-
-    def average_plan(
-        self, params: Sequence[Sequence[Tensor]], masters: Sequence[Column] | None
-    ) -> NativeAveragePlan:
-        return NativeAveragePlan(params, masters, self.memory(params[0][0].device))
-
-    def copy_plan(
-        self,
-        sources: Sequence[Tensor],
-        destinations: Sequence[Tensor],
-        source_lowers: Column | None,
-        masters: Column | None,
-    ) -> NativeCopyPlan:
-        return NativeCopyPlan(
-            sources, destinations, source_lowers, masters, self.memory(sources[0].device)
-        )
+    def __init__(self) -> None:
+        self.step_plan = partial(NativeStepPlan, memory=self.memory)
+        self.average_plan = partial(NativeAveragePlan, memory=self.memory)
+        self.copy_plan = partial(NativeCopyPlan, memory=self.memory)
 
 
 class CpuBackend(NativeBackend):

@@ -5,13 +5,12 @@ from pathlib import Path
 
 
 def digest_of(folder: Path) -> str:
-    """Of the C++ and CUDA files in this folder, whatever ends their lines; empty if it is not
-    hdet's."""
-    if not (folder / "core" / "rules.h").exists():
+    """Of the C++ and CUDA files in this folder and what prints rules.h, whatever ends their lines;
+    empty if it is not hdet's."""
+    if not (folder / "core" / "plan.h").exists():
         return ""
-    files = sorted(
-        path for path in folder.rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh")
-    )
+    suffixes = (".h", ".cpp", ".cu", ".cuh", ".py")
+    files = sorted(path for path in folder.rglob("*") if path.suffix in suffixes)
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0")

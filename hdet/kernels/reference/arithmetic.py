@@ -46,9 +46,8 @@ class Many:
         return self._apply(torch._foreach_div, other)
 
     def sqrt(self) -> Many:
-        if (
-            self.tensors[0].device.type == "cpu"
-        ):  # torch's float32 root is not always the nearest number there
+        # torch's float32 root is not always the nearest number on a CPU
+        if self.tensors[0].device.type == "cpu":
             return Many([x.double().sqrt().float() for x in self.tensors])
         return Many(torch._foreach_sqrt(self.tensors))
 

@@ -94,13 +94,10 @@ class TorchStepPlan:
         self.wide = wide_dtype(self.device)
         groups, replicas = t.num_groups, t.num_replicas
         table = torch.zeros(count_settings(groups, replicas), dtype=self.wide, device=self.device)
-        self.of_call, of_groups, rho = table.split(
-            [CALL_SETTINGS, groups * GROUP_SETTINGS, groups * replicas]
-        )
-        self.of_groups, self.rho = (
-            of_groups.view(groups, GROUP_SETTINGS),
-            rho.view(groups, replicas),
-        )
+        sizes = [CALL_SETTINGS, groups * GROUP_SETTINGS, groups * replicas]
+        self.of_call, of_groups, rho = table.split(sizes)
+        self.of_groups = of_groups.view(groups, GROUP_SETTINGS)
+        self.rho = rho.view(groups, replicas)
         # Holds the table and not the plan, or parameters would live until garbage is collected.
         self._settings = SettingsTable(
             tensors,
@@ -110,9 +107,6 @@ class TorchStepPlan:
         self.skipped = torch.zeros((), dtype=torch.float32, device=self.device)
 
     def upload(self, settings: Sequence[StepSettings], options: StepOptions = PLAIN) -> None:
-        self._take_settings(settings, options)
-
-    def _take_settings(self, settings: Sequence[StepSettings], options: StepOptions) -> None:
         check_options(options, self.tensors)
         self._settings.take(settings, options)
 
@@ -121,8 +115,8 @@ class TorchStepPlan:
         self, gradients: Column, settings: Sequence[StepSettings], options: StepOptions = PLAIN
     ) -> None:
         gradients = list(gradients)
-        check_gradients(gradients, self.tensors.params[0])
-        self._take_settings(settings, options)
+        check_gradients(gradients, self.tensors.params[0], self.tensors.numbers)
+        self.upload(settings, options)
         given = [g for g in gradients if g is not None]
         skip, scale = self._control(gradients, options)
         for group, everyone in enumerate(self.members):
@@ -261,26 +255,23 @@ class TorchStepPlan:
             list(zip(_pick(moments, members), _pick(t.scales_of(j), members), strict=True))
             for j, moments in enumerate(t.moments)
         ]
-        g = (
-            Many([g.float() for i in members if (g := gradients[i]) is not None])
-            * row.gradient_scale
-        )
+        given = [x.float() for i in members if (x := gradients[i]) is not None]
+        g = Many(given) * row.gradient_scale
         moments = [
             Many([_value(*one, signed, like) for one, like in zip(column, g.tensors, strict=True)])
             for column, signed in zip(kept, rule.signed, strict=True)
         ]
-        if t.num_replicas > 1:
-            params = Many(
-                [torch.zeros_like(x) for x in g.tensors]
-            )  # no decay in the gradient: see check_group
-        u, *new = direction(t.rule, *self._inputs(row, [g, params, *moments]))
+        if t.num_replicas > 1:  # no decay in the gradient: see check_group
+            params = Many([torch.zeros_like(x) for x in g.tensors])
+        inputs = [g, params, *moments]
+        u, *new = direction(t.rule, self._scalars(row, inputs), inputs)
         if skip is not None:
             new = [where(skip, before, after) for before, after in zip(moments, new, strict=True)]
         self._store_moments(row, members, kept, new, skip)
         return u
 
-    def _inputs(self, row: Row, inputs: list[Many]) -> tuple[list[Number], list[Many]]:
-        """The scalars that elements meet, after a pass for sums over tensors, and these inputs."""
+    def _scalars(self, row: Row, inputs: list[Many]) -> list[Number]:
+        """Those that elements meet, after a pass for sums over tensors."""
         rule, wide = RULES[self.tensors.rule], row.step.to(self.wide)
         sums: dict[str | Scalar, Tensor] = {
             Scalar("sum", (one,)): wide
@@ -296,7 +287,7 @@ class TorchStepPlan:
         found = direction(rule.name, scalars(), inputs, before=True) if sums else []
         for node, terms in zip(sums, found, strict=True):
             whole[node] = torch.stack([x.sum(dtype=self.wide) for x in terms.tensors])
-        return scalars(), inputs
+        return scalars()
 
     def _stochastic(self, x: Tensor) -> bool:
         return self.tensors.stochastic is not None and x.dtype == torch.bfloat16
@@ -304,9 +295,7 @@ class TorchStepPlan:
     def _random(self, step: Tensor, k: int, i: int, like: Tensor) -> Tensor:
         t = self.tensors
         assert t.stochastic is not None
-        return numbers.random_words(
-            t.stochastic, step, t.first_replica + k, i if t.ids is None else t.ids[i], like
-        )
+        return numbers.random_words(t.stochastic, step, t.first_replica + k, t.numbers[i], like)
 
     def _store_moments(
         self,
@@ -329,8 +318,7 @@ class TorchStepPlan:
                     continue
                 # with beta2 = 0.999, rounding to nearest would leave it where it is
                 if not signed and self._stochastic(moment):
-                    random = self._random(
-                        row.step[j], -self.tensors.first_replica, members[j], value
-                    )
+                    replica = -self.tensors.first_replica  # of the run: its number 0
+                    random = self._random(row.step[j], replica, members[j], value)
                     value = numbers.stochastic_bfloat16(value, random >> 16)
                 moment.copy_(value)

@@ -11,7 +11,6 @@ from torch import Tensor
 from ...triton_kernels.symmetric import symmetric_product
 from .launch import Memory, interpreted
 
-TYPES = (torch.bfloat16, torch.float16)
 BLOCK, SMALL_BLOCK, DEPTH = 128, 64, 64
 """rows of a tile; of matrices that would fill few tiles; elements of a row that are multiplied at a
 time"""
@@ -29,19 +28,13 @@ def product(left: Tensor, right: Tensor, added: Tensor | None, alpha: float, bet
     """beta * added + alpha * left @ right.mT, which the caller knows to be symmetric: (B, m, k),
     (B, m, k) -> (B, m, m).
 
-    bfloat16 or float16 on a CUDA device; sums are float32, and the result is rounded once. In
-    Triton's interpreter on a CPU. float32, which tensor cores would round, goes to torch.
+    bfloat16 or float16 on a CUDA device, or in Triton's interpreter on a CPU; sums are float32, and
+    the result is rounded once. (Of float32 tensor cores would round the factors.)
     """
-    if (
-        interpreted and left.dtype == torch.bfloat16
-    ):  # Triton's interpreter multiplies its bits as whole numbers
-        wide = product(
-            left.float(), right.float(), None if added is None else added.float(), alpha, beta
-        )
-        return wide.bfloat16()
-    if left.dtype not in TYPES and not interpreted:
-        made = torch.bmm(left, right.mT)
-        return made.mul_(alpha) if added is None else made.mul_(alpha).add_(added, alpha=beta)
+    # Triton's interpreter multiplies the bits of bfloat16 as whole numbers
+    if interpreted and left.dtype == torch.bfloat16:
+        third = None if added is None else added.float()
+        return product(left.float(), right.float(), third, alpha, beta).bfloat16()
     left, right = left.contiguous(), right.contiguous()
     batch, m, length = left.shape
     made = left.new_empty(batch, m, m)

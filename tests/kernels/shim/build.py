@@ -15,6 +15,8 @@ from pathlib import Path
 import pybind11
 
 from hdet.kernels.native.sources import digest_of
+from hdet.rules import DIGEST
+from tests.build.tools import include_rules
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -81,7 +83,7 @@ def tag() -> str:
     ).stdout
     parts = [
         version.encode(),
-        repr((FLAGS, RULES)).encode(),
+        repr((FLAGS, RULES, DIGEST)).encode(),
         *(path.name.encode() + path.read_bytes() for path in files),
     ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
@@ -97,6 +99,7 @@ def build() -> Path:
         shutil.rmtree(old, ignore_errors=True)
     copy = folder / "csrc"
     shutil.copytree(SOURCES, copy)
+    include_rules(copy / "core")
     rules = copy / "core" / "rules.h"
     others = rf"    case Rule::(?!({'|'.join(RULES)}):)\w+: return call\(.*\n"
     rules.write_text(re.sub(others, "", rules.read_text(encoding="utf-8")), encoding="utf-8")
