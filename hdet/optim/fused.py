@@ -832,6 +832,7 @@ class FusedOptimizer(Optimizer):
         self._refuse_average("deepcopy() or pickle.dumps()")  # a copy would not know its weights
         own = {name: getattr(self, name) for name in _OWN}
         own["multipliers"] = [list(row) for row in self.multipliers]
+        own["releases"] = self.release is not None
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -853,6 +854,8 @@ class FusedOptimizer(Optimizer):
             state = {**state, "state": self._loaded_state(state["state"])}
         super().__setstate__(state)
         self.forget_plans()
+        if self.__dict__.pop("releases", False):
+            self.release_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """See torch.optim.Optimizer.state_dict.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -178,7 +179,7 @@ def test_clipping_is_by_the_norm_of_the_step_before() -> None:
             torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("keeper", ["its state_dict", "distributed checkpoints"])
+@pytest.mark.parametrize("keeper", ["its state_dict", "distributed checkpoints", "copies"])
 def test_clipping_resumes_bitwise(keeper: str) -> None:
     """Also after a norm that is not finite, and in another process, as it were."""
     (_, (model, optimizer)), batches = pair(FusedAdamW, torch.float32, max_grad_norm=0.01)
@@ -188,6 +189,8 @@ def test_clipping_resumes_bitwise(keeper: str) -> None:
     other.load_state_dict(model.state_dict())
     if keeper == "its state_dict":
         resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    elif keeper == "copies":  # which release gradients, too
+        other, resumed = pickle.loads(pickle.dumps(copy.deepcopy((model, optimizer))))
     else:
         flat = StateDictOptions(flatten_optimizer_state_dict=True)
         saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=flat))
