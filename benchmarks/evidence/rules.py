@@ -15,6 +15,7 @@ from statistics import fmean
 
 import hdet
 
+from ..tables import grouped, spaced
 from ..tables import table as made_table
 from .experiment import Column, Experiment, Record
 from .scoreboard import DEFAULT, Make, annealed, gaps_of, of_groups
@@ -41,11 +42,18 @@ def run(method: str, workload: str, exponent: int, seed: int, steps: int) -> Rec
 
 
 def table(records: Sequence[Record]) -> str:
+    """One of each length."""
+    lots = grouped(records, "steps")
+    return "\n".join(_table(f"{spaced(steps)} steps", lot) for steps, lot in sorted(lots.items()))
+
+
+def _table(name: str, records: Sequence[Record]) -> str:
     gaps = gaps_of(records)
     workloads = dict.fromkeys(workload for workload, _, _ in gaps)
     exponents = {exponent for _, _, exponent in gaps}
     rows = []
-    for method in RULES:
+    ran = {method for _, method, _ in gaps}
+    for method in [rule for rule in RULES if rule in ran]:
         by_exponent = [
             {e: gap for e in exponents if (gap := gaps.get((workload, method, e))) is not None}
             for workload in workloads
@@ -55,7 +63,7 @@ def table(records: Sequence[Record]) -> str:
         usual = fmean(found[0] for found in by_exponent)
         ends = sum(e in (min(exponents), max(exponents)) for e in best)
         rows.append([method, f"{fmean(least):.1f}", f"{max(least):.1f}", ends, f"{usual:.1f}"])
-    heads = ["rule", "best rates: mean", "worst", "best at an end of the range", "default: mean"]
+    heads = [name, "best rates: mean", "worst", "best at an end of the range", "default: mean"]
     return made_table(heads, rows)
 
 

@@ -77,7 +77,7 @@ COMMANDS: dict[str, tuple[Any, list[str], list[str]]] = {
     "seconds": (seconds.EXPERIMENT.main, [], [f"| {SMALL} | 200 |"]),
     "averages": (averages.EXPERIMENT.main, [], ["| local 16 | ", "| cancer (2) | "]),
     "votes": (votes.EXPERIMENT.main, [], ["| lr+weight_decay+dropout | 16 | "]),
-    "rules": (rules.EXPERIMENT.main, [], ["| rule | best rates: mean |", "| mars | "]),
+    "rules": (rules.EXPERIMENT.main, [], ["| 100 steps | best rates: mean |", "| mars | "]),
     "scoreboard": (scoreboard.EXPERIMENT.main, [],
         ["| workload | adamw | autolr |", "| mlp-clusters | "]),
     "horizon": (horizon.EXPERIMENT.main, ["--exponents", "0", "--intervals", "0.2", "0.5"],
@@ -245,7 +245,12 @@ def test_rules_are_compared_each_at_its_best_rate() -> None:
     losses = {method: (1.2, 1.1, 2.0) for method in rules.RULES}
     losses |= {"adamw": (2.0, 1.5, 1.1), "mars": (1.03, 1.0, 2.0)}
     lines = [
-        {**line(workload="vit-digits", validation=loss), "method": method, "exponent": exponent}
+        {
+            **line(workload="vit-digits", validation=loss),
+            "method": method,
+            "exponent": exponent,
+            "steps": 1500,
+        }
         for method, of in losses.items()
         for exponent, loss in enumerate(of)
     ]
