@@ -342,6 +342,10 @@ class Stack:
             mean = origin - OUTER_RATE * (d + OUTER_MOMENTUM * v)
             self.state["z"] = mean.clone()
         self.theta.copy_(mean)
+        shares = self.step <= self.method.shared * self.workload.steps
+        if shares and self.workload.optimizer == "sgd":
+            # decay parts it, which hdet finds at each average; local gradients keep their own
+            self.state["m"].copy_(self._mean(self.state["m"]))
 
     def _take_step(self) -> None:
         w, method, t = self.workload, self.method, self.step

@@ -52,18 +52,17 @@ class ReplicaParameters:
     # -- what peers compare ------------------------------------------------------------------------
 
     def marks(self) -> list[float | torch.Tensor]:
-        """What peers have to compare for this cycle's average, as whole numbers for the stats.
+        """What peers have to compare for this cycle's average, as whole numbers for the stats: of
+        the moments, then of what there is to average. 0 where that is nothing, as stages of a
+        pipeline may have other optimizers, and all ranks exchange as many numbers.
 
         Raises ValueError for moments without a mean.
         """
-        moments = self.moments
-        marks: list[float | torch.Tensor] = []
-        if moments.must_be_compared:
-            marks.append(moments.digest())
+        moments, of_structure = self.moments, 0.0
         if moments.must_agree or self.tensors.model is not None:
             buffers = [(tuple(b.shape), str(b.dtype)) for b in local_parts(self.tensors.buffers)]
-            marks.append(float(digest((moments.structure(), buffers))))
-        return marks
+            of_structure = float(digest((moments.structure(), buffers)))
+        return [moments.digest() if moments.must_be_compared else 0.0, of_structure]
 
     def check_marks(self, marks: Sequence[Sequence[float]]) -> None:
         """Of all replicas, each of `marks`.
@@ -72,7 +71,7 @@ class ReplicaParameters:
         on all.
         """
         moments = self.moments
-        if marks and len(set(marks[-1])) > 1:
+        if len(set(marks[1])) > 1:
             if moments.must_agree:
                 raise ReplicaDisagreement(
                     "the optimizer's moments (or the model's buffers) differ in number or shape "

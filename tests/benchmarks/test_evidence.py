@@ -255,7 +255,7 @@ def test_rules_are_compared_each_at_its_best_rate() -> None:
         for exponent, loss in enumerate(of)
     ]
     text = rules.table(lines)
-    assert "| adamw | 5.0 | 5.0 | 1 | 50.0 |" in text and "| mars | 0.0 | 0.0 | 0 | 1.5 |" in text
+    assert "| adamw | 5.0 | 5.0 | 50.0 |" in text and "| mars | 0.0 | 0.0 | 1.5 |" in text
 
 
 def curve(losses: dict[int, list[float | None]]) -> hero.Curve:
