@@ -78,7 +78,7 @@ EXPERIMENT = Experiment(
         Column("steps", (1500,), [100], option="steps"),
     ),
     table,
-    seeds=3,
+    seeds=2,
 )  # fmt: skip
 
 if __name__ == "__main__":
