@@ -196,7 +196,8 @@ def test_source_distribution_has_the_sources_and_no_tests(checkout: Path) -> Non
     (archive,) = (checkout / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         names = {name.split("/", 1)[1] for name in tar.getnames() if "/" in name}
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
+    files = (path for path in (ROOT / "csrc").rglob("*.*") if path.suffix != ".pyc")
+    sources = {str(path.relative_to(ROOT)) for path in files}
     package = {f"src/hdet/{name}" for name in ("py.typed", "_C.pyi", "triton_kernels/step.py")}
     assert {"CMakeLists.txt", "setup.py", *package, *sources} <= names
     assert not [name for name in names if name.endswith(".so")]
