@@ -462,7 +462,8 @@ class Ensemble:
         return self.sync.gradients != "local" and self.sync.moments != "reset"
 
     def shares_moments_after(self, state: Any) -> bool:
-        """Once this state is loaded? Raises ValueError for one that does not say."""
+        """The same, of the run once this state is loaded. Raises ValueError for a state that does
+        not say."""
         return self.shares_moments or not self._engine.may_differ_after(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -18,8 +18,7 @@ import hdet
 from ..tables import grouped, spaced
 from ..tables import table as made_table
 from .experiment import Column, Experiment, Record
-from .scoreboard import DEFAULT, Make, annealed, gaps_of, of_groups
-from .training import train, untrained
+from .scoreboard import DEFAULT, Make, annealed, ended, gaps_of, of_groups
 from .workloads import WORKLOADS
 
 RULES: dict[str, Make] = {
@@ -35,10 +34,7 @@ EXPONENTS = (0, 1, 2, 3, 4, 5)
 
 
 def run(method: str, workload: str, exponent: int, seed: int, steps: int) -> Record:
-    chosen = WORKLOADS[workload]
-    build = partial(annealed, RULES[method])
-    outcome = train(chosen.lasting(steps), build, 2.0**exponent, seed)
-    return {**outcome, "untrained": untrained(chosen.problem, seed)}
+    return ended(partial(annealed, RULES[method]), workload, exponent, seed, steps)
 
 
 def table(records: Sequence[Record]) -> str:

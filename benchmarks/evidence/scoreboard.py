@@ -187,8 +187,12 @@ AT_DEFAULT = ("nadamw", "greedy", "autolr-nadamw", "autolr-muon")
 
 
 def run(method: str, workload: str, exponent: int, seed: int, steps: int) -> Record:
+    return ended(ENTRIES[method], workload, exponent, seed, steps)
+
+
+def ended(build: Build, workload: str, exponent: int, seed: int, steps: int) -> Record:
     chosen = WORKLOADS[workload]
-    outcome = train(chosen.lasting(steps), ENTRIES[method], 2.0**exponent, seed)
+    outcome = train(chosen.lasting(steps), build, 2.0**exponent, seed)
     return {**outcome, "untrained": untrained(chosen.problem, seed)}
 
 

@@ -344,7 +344,8 @@ class Stack:
         self.theta.copy_(mean)
         shares = self.step <= self.method.shared * self.workload.steps
         if shares and self.workload.optimizer == "sgd":
-            # decay parts it, which hdet finds at each average; local gradients keep their own
+            # decay is in the gradient, so momenta differ between replicas, and hdet averages them;
+            # with local gradients each keeps its own
             self.state["m"].copy_(self._mean(self.state["m"]))
 
     def _take_step(self) -> None:

@@ -492,13 +492,13 @@ class FusedOptimizer(Optimizer):
     def release_gradients(self) -> None:
         """From now on `loss.backward()` steps each parameter as soon as it has its gradient, which
         is dropped: of gradients one is there at a time. `step()` ends the step, and raises
-        RuntimeError where no backward pass came before it, or a rate was written in between. What
-        clips gradients there finds none.
+        RuntimeError where no backward pass came before it, or a rate was written in between. Code
+        that clips gradients between the two finds none.
 
         The steps are bitwise the usual ones, but for max_grad_norm: gradients are clipped by the
         norm of the step before, as that of this one is not known yet, and each parameter's by its
         own, too; a parameter whose norm is not finite is skipped, and others are not. The first
-        step knows no norm; the state has the last one. With math.inf norms are measured, and
+        step has no norm to clip by; states hold the last one. With math.inf norms are measured, and
         nothing is clipped.
 
         A step is a kernel call for each parameter: some 60 us of the host's time.
@@ -769,7 +769,6 @@ class FusedOptimizer(Optimizer):
     # -- averages over time ------------------------------------------------------------------------
 
     @contextmanager
-    @torch.no_grad()
     def averaged(self, number: int = 0) -> Iterator[None]:
         """Inside, the parameters are their average over time (`ema`), of which `number` chooses
         one: to evaluate the model, or to save it. Afterwards they are the weights again, bitwise,
@@ -805,12 +804,14 @@ class FusedOptimizer(Optimizer):
         weights = [own.detach().clone() for own, _ in pairs]
         self.is_averaged = True
         try:
-            for own, average in pairs:
-                own.copy_(average)
+            with torch.no_grad():
+                for own, average in pairs:
+                    own.copy_(average)
             yield
         finally:
-            for (own, _), weight in zip(pairs, weights, strict=True):
-                own.copy_(weight)
+            with torch.no_grad():
+                for (own, _), weight in zip(pairs, weights, strict=True):
+                    own.copy_(weight)
             self.is_averaged = False
             self._refresh_watches()
 

@@ -198,7 +198,7 @@ class GradientRelease:
 
 
 def forget_norm(optimizer: FusedOptimizer) -> None:
-    """Steps that do not go by it would leave that of long ago to a run that does."""
+    """After a step that does not clip by it: a later one would clip by a norm of long ago."""
     for state in _states(optimizer):
         state.pop(LAST_NORM, None)
 

@@ -77,8 +77,9 @@ def refuse_eval_mode(optimizer: Optimizer) -> None:
 def ddp_models(parameters: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
     """Those that hold some of these. Only the loop knows them, so all objects are looked at."""
     own = {id(p) for p in parameters}
+    # a lookup for each: there may be a million objects
     kinds = set(map(id, _with_subclasses(DistributedDataParallel)))
-    found: list[Any] = [x for x in gc.get_objects() if id(type(x)) in kinds]  # of a million
+    found: list[Any] = [x for x in gc.get_objects() if id(type(x)) in kinds]
     return [model for model in found if not own.isdisjoint(map(id, model.parameters()))]
 
 

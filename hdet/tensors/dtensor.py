@@ -120,7 +120,7 @@ def is_plain(key: str) -> bool:
     """Is this entry of a DTensor's state a plain tensor? Counters and a norm are, as torch's step;
     and the scales of this rank's own blocks of codes (hdet/kernels/numbers.py), which no
     other sharding has."""
-    return key.endswith(("step", "_norm", "_scale"))
+    return key.endswith(("step", "global_norm", "_scale"))
 
 
 def state_like(entries: Mapping[str, Any], param: Tensor) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import hdet
 from hdet.optim.snapshot import keeps_weights, reset_moments
-from hdet.run.moments import Moments
+from hdet.run.moments import Moments, follows_gradients
 from tests.harness import Run, TwoReplicas, model, policies
 
 from ..distributed import run_ranks
@@ -224,6 +225,23 @@ class Prepared(torch.optim.Optimizer):
     def train(self) -> None: ...
 
     def eval(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("make", "follows"),
+    [
+        (torch.optim.AdamW, True),
+        (hdet.FusedLion, True),
+        (torch.optim.Adam, False),
+        (hdet.FusedSGD, True),  # without momentum it has no moments
+        (partial(hdet.FusedSGD, momentum=0.9), False),
+    ],
+)
+def test_decay_that_would_be_in_the_gradient_may_be_scheduled_from_0(
+    make: Any, follows: bool
+) -> None:
+    optimizer = make(model().parameters(), lr=0.1, weight_decay=0.0)
+    assert follows_gradients(optimizer) == follows
 
 
 def test_a_wrapper_is_what_it_wraps() -> None:
